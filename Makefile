@@ -1,0 +1,131 @@
+# Build, check and run forebay. Needs cargo, Python 3.11 or newer and a C compiler; everything else is fetched.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+UV_VERSION := 0.13.7
+NEXTEST_VERSION := 0.9.143
+
+VENV := .venv
+PY := $(VENV)/bin/python
+UV := $(PY) -m uv --quiet
+MATURIN := $(PY) -m maturin
+TARGET := $(or $(CARGO_TARGET_DIR),target)
+NEXTEST := $(or $(shell command -v cargo-nextest),.tools/bin/cargo-nextest)
+
+# PyO3's build script would ask the first python3 on the path, which may be too old.
+export PYO3_PYTHON := $(CURDIR)/$(PY)
+# uv brings its own certificates unless told to use the machine's.
+export UV_SYSTEM_CERTS ?= 1
+
+heading = @printf '\n== %s ==\n' '$(1)'
+
+# A stamp's name holds the hash of what it was made from: a changed, added or deleted file calls for another stamp,
+# and a touched one does not.
+hash = $(shell find $(1) -type f -not -path '*/__pycache__/*' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum \
+	| sha256sum | cut -c1-16)
+DEPS := $(VENV)/stamps/deps-$(UV_VERSION)-$(call hash,requirements.txt)
+WHEEL := $(VENV)/stamps/wheel-$(call hash,Cargo.toml Cargo.lock pyproject.toml python \
+	crates/device crates/engine crates/python)
+
+.PHONY: help
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+.PHONY: setup
+setup: $(WHEEL) $(NEXTEST) ## make .venv, build and install the wheel, install cargo-nextest if it is missing
+
+.PHONY: test
+test: lint test-rust loom test-python ## everything: lints, Rust tests, loom, Python tests
+
+.PHONY: lint
+lint: $(DEPS) ## formatting, clippy, ruff, mypy
+	$(call heading,Format)
+	cargo fmt --all --check
+	$(PY) -m ruff format --check --quiet python tests
+	$(call heading,Lint)
+	$(PY) -m ruff check --quiet python tests
+	cargo clippy --locked --workspace --all-targets -- -D warnings
+	$(call heading,Types)
+	$(PY) -m mypy
+
+.PHONY: test-rust
+test-rust: $(NEXTEST) ## Rust tests and doctests
+	$(call heading,Rust tests)
+	$(NEXTEST) nextest run --locked
+	$(call heading,Rust doctests)
+	cargo test --locked --doc
+
+.PHONY: loom
+loom: $(NEXTEST) ## every interleaving of the concurrent parts, with loom
+	$(call heading,Loom)
+	RUSTFLAGS="$${RUSTFLAGS:-} --cfg loom" $(NEXTEST) nextest run --locked --release --package forebay --lib \
+		--target-dir $(TARGET)/loom --profile loom --no-tests fail loom
+
+.PHONY: test-python
+test-python: check-stubs ## Python tests, against the installed wheel
+	$(call heading,Python tests)
+	$(PY) -m pytest
+
+# Both stub targets build with the wheel's own settings, so they reuse its build.
+stubs_from_build = $(MATURIN) generate-stubs --quiet --locked --profile release --interpreter $(PY) --out $(TARGET)/stubs
+.PHONY: stubs
+stubs: $(DEPS) ## write python/forebay/_core.pyi from the Rust signatures
+	$(stubs_from_build)
+	cp $(TARGET)/stubs/forebay/_core.pyi python/forebay/_core.pyi
+
+.PHONY: check-stubs
+check-stubs: $(WHEEL) ## fail if python/forebay/_core.pyi is stale
+	$(call heading,Stubs)
+	$(stubs_from_build)
+	diff -u python/forebay/_core.pyi $(TARGET)/stubs/forebay/_core.pyi || { echo 'error: stale stubs; run: make stubs'; exit 1; }
+
+.PHONY: demo
+demo: setup out/ ## run the streamed step on the GPU, or on the CPU where there is none
+	cargo build --locked --release --package forebay-cli
+	$(call heading,Demo)
+	$(TARGET)/release/forebay bench step --json out/demo.json
+
+.PHONY: bench
+bench: out/ ## the same measurement with options of your own: make bench ARGS="..."
+	cargo build --locked --release --package forebay-cli
+	$(TARGET)/release/forebay bench step --json out/bench.json $(ARGS)
+
+out/:
+	mkdir -p $@
+
+.PHONY: requirements
+requirements: $(DEPS) ## write requirements.txt from requirements.in
+	$(UV) pip compile --python-version 3.11 --no-header --no-emit-index-url requirements.in --output-file requirements.txt
+
+.PHONY: clean
+clean: ## remove everything that these targets make
+	rm -rf $(TARGET) $(VENV) .tools dist out .pytest_cache .mypy_cache .ruff_cache
+	find python tests -name __pycache__ -prune -exec rm -rf {} +
+
+# uv does not read pip's configuration files; where only those lead to a registry, pip itself still works.
+$(DEPS):
+	$(call heading,Install Python dependencies)
+	python=; for candidate in python3 python3.13 python3.12 python3.11; do \
+		if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$candidate; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then echo 'error: no Python 3.11 or newer: tried python3, python3.13, python3.12, python3.11'; exit 1; fi; \
+	$$python -m venv --clear $(VENV)
+	$(PY) -m pip install --quiet uv==$(UV_VERSION)
+	$(UV) pip install --python $(PY) --requirement requirements.txt \
+		|| { echo 'uv failed; trying pip'; $(PY) -m pip install --requirement requirements.txt; }
+	mkdir -p $(@D) && touch $@
+
+$(WHEEL): $(DEPS)
+	$(call heading,Build and install the wheel)
+	rm -rf dist
+	$(MATURIN) build --quiet --locked --release --interpreter $(PY) --out dist
+	$(UV) pip install --python $(PY) --no-deps --reinstall dist/*.whl
+	rm -f $(@D)/wheel-* && touch $@
+
+.tools/bin/cargo-nextest:
+	$(call heading,Install cargo-nextest)
+	cargo install --locked cargo-nextest --version $(NEXTEST_VERSION) --root .tools

@@ -1,0 +1,195 @@
+//! A device that refuses unordered accesses, for tests: it finds races from the order of submission alone.
+//!
+//! [Note: vector clocks] Each stream is an actor, the host is one more. Every piece of work ticks its actor's clock,
+//! and each actor's view says how far it has seen every other. Recording an event copies the stream's view into it; a
+//! wait, by stream or host, merges the event's view into the waiter's; and since the host submits, every piece of work
+//! starts with what the host has seen. Two accesses to the same bytes, one of them a write, are ordered exactly when
+//! the later one's actor has seen the earlier one's tick. That holds or fails whatever the timing, so one run of a
+//! test covers all of them.
+//!
+//! All host threads count as one actor: races between host threads are for loom and the type system.
+
+use std::collections::HashMap;
+use std::fmt::Write as _;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::device::{Counters, Device, Info, Memory, SharedDevice};
+use crate::error::{Error, Result};
+use crate::kernel::Kernel;
+use crate::memory::{Buffer, Region, Slab, SlabLayout};
+use crate::stream::{Event, Stream};
+
+const HOST: u64 = 0;
+
+/// How far an actor has seen the others: the latest tick of each.
+type View = HashMap<u64, u64>;
+
+fn merge(into: &mut View, from: &View) {
+    for (&actor, &tick) in from {
+        let seen = into.entry(actor).or_default();
+        *seen = tick.max(*seen);
+    }
+}
+
+struct Access {
+    what: String,
+    actor: u64,
+    tick: u64,
+    start: u64,
+    end: u64,
+    writes: bool,
+}
+
+#[derive(Default)]
+struct Clocks {
+    views: HashMap<u64, View>,
+    events: HashMap<u64, View>,
+    accesses: HashMap<u64, Vec<Access>>,
+}
+
+impl Clocks {
+    /// Ticks an actor, after it has learned what the host knows, and checks its accesses against all earlier ones.
+    fn run(&mut self, actor: u64, what: &str, accesses: &[(&Region, bool)]) -> Result<()> {
+        let host = self.views.entry(HOST).or_default().clone();
+        let view = self.views.entry(actor).or_default();
+        merge(view, &host);
+        let tick = view.get(&actor).copied().unwrap_or(0) + 1;
+        view.insert(actor, tick);
+        let view = view.clone();
+        for (region, writes) in accesses.iter().filter(|(region, _)| region.bytes() > 0) {
+            let (start, end) = (region.offset_bytes(), region.offset_bytes() + region.bytes());
+            let earlier = self.accesses.entry(region.buffer().key()).or_default();
+            for other in earlier.iter().filter(|a| a.start < end && start < a.end && (a.writes || *writes)) {
+                if view.get(&other.actor).copied().unwrap_or(0) < other.tick {
+                    let mut detail = String::new();
+                    let verb = |writes: bool| if writes { "writes" } else { "reads" };
+                    let _ = write!(
+                        detail,
+                        "{what} {} bytes {start}..{end} of {:?}, which {} {} ({}..{}) and nothing orders the two",
+                        verb(*writes),
+                        region.buffer(),
+                        other.what,
+                        verb(other.writes),
+                        other.start,
+                        other.end,
+                    );
+                    return Err(Error::Unordered { detail });
+                }
+            }
+            // What this write covers is ordered before it; anything ordered after this write is after that too.
+            earlier.retain(|a| !(*writes && start <= a.start && a.end <= end));
+            // A repeated access of the same actor to the same range supersedes its earlier one.
+            earlier.retain(|a| (a.actor, a.start, a.end, a.writes) != (actor, start, end, *writes));
+            earlier.push(Access { what: what.to_owned(), actor, tick, start, end, writes: *writes });
+        }
+        Ok(())
+    }
+
+    fn host_sees(&mut self, event: &Event) {
+        if let Some(view) = self.events.get(&event.key()) {
+            let view = view.clone();
+            merge(self.views.entry(HOST).or_default(), &view);
+        }
+    }
+}
+
+/// Wraps a device and refuses accesses that nothing orders, and waits for events that were never recorded.
+pub struct Checked {
+    inner: SharedDevice,
+    clocks: Mutex<Clocks>,
+}
+
+impl std::fmt::Debug for Checked {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Checked({:?})", self.inner)
+    }
+}
+
+impl Checked {
+    /// Wraps a device.
+    pub fn wrap(inner: SharedDevice) -> Arc<Self> {
+        Arc::new(Self { inner, clocks: Mutex::default() })
+    }
+
+    fn clocks(&self) -> MutexGuard<'_, Clocks> {
+        self.clocks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Device for Checked {
+    fn info(&self) -> &Info {
+        self.inner.info()
+    }
+    fn memory(&self) -> Result<Memory> {
+        self.inner.memory()
+    }
+    fn counters(&self) -> Counters {
+        self.inner.counters()
+    }
+    fn alloc(&self, bytes: u64) -> Result<Buffer> {
+        self.inner.alloc(bytes)
+    }
+    fn pin(&self, layout: SlabLayout) -> Result<Slab> {
+        self.inner.pin(layout)
+    }
+    fn stream(&self, name: &str) -> Result<Stream> {
+        self.inner.stream(name)
+    }
+    #[expect(unsafe_code, reason = "passes the caller's promise on")]
+    unsafe fn borrow_stream(&self, handle: usize, name: &str) -> Result<Stream> {
+        // SAFETY: the caller's promise, unchanged.
+        unsafe { self.inner.borrow_stream(handle, name) }
+    }
+    fn event(&self) -> Result<Event> {
+        self.inner.event()
+    }
+    fn record(&self, event: &Event, stream: &Stream) -> Result<()> {
+        let mut clocks = self.clocks();
+        clocks.run(stream.key(), "record", &[])?;
+        let view = clocks.views.get(&stream.key()).cloned().unwrap_or_default();
+        clocks.events.insert(event.key(), view);
+        self.inner.record(event, stream)
+    }
+    fn wait(&self, stream: &Stream, event: &Event) -> Result<()> {
+        let mut clocks = self.clocks();
+        let Some(view) = clocks.events.get(&event.key()).cloned() else {
+            return Err(Error::Unordered {
+                detail: format!("{stream:?} waits for {event:?}, which was never recorded"),
+            });
+        };
+        merge(clocks.views.entry(stream.key()).or_default(), &view);
+        self.inner.wait(stream, event)
+    }
+    fn query(&self, event: &Event) -> Result<bool> {
+        let done = self.inner.query(event)?;
+        if done {
+            self.clocks().host_sees(event);
+        }
+        Ok(done)
+    }
+    fn synchronize(&self, event: &Event) -> Result<()> {
+        self.inner.synchronize(event)?;
+        self.clocks().host_sees(event);
+        Ok(())
+    }
+    fn elapsed_ns(&self, start: &Event, end: &Event) -> Result<u64> {
+        self.inner.elapsed_ns(start, end)
+    }
+    fn copy(&self, stream: &Stream, from: &Region, to: &Region) -> Result<()> {
+        self.clocks().run(stream.key(), &format!("copy on {}", stream.name()), &[(from, false), (to, true)])?;
+        self.inner.copy(stream, from, to)
+    }
+    fn launch(&self, stream: &Stream, kernel: &Kernel<'_>) -> Result<()> {
+        let what = format!("{} on {}", kernel.name(), stream.name());
+        self.clocks().run(stream.key(), &what, &kernel.accesses())?;
+        self.inner.launch(stream, kernel)
+    }
+    fn read(&self, from: &Region, into: &mut [u8]) -> Result<()> {
+        self.clocks().run(HOST, "the host", &[(from, false)])?;
+        self.inner.read(from, into)
+    }
+    fn write(&self, from: &[u8], to: &Region) -> Result<()> {
+        self.clocks().run(HOST, "the host", &[(to, true)])?;
+        self.inner.write(from, to)
+    }
+}

@@ -1,0 +1,200 @@
+//! Streams and events of the CPU backend: a thread and a queue each, with CUDA's meaning of record and wait.
+//!
+//! An event holds the [`Mark`] of its latest recording. Recording puts a fresh mark into the stream's queue; a wait
+//! takes the mark the event holds at that moment. A mark is completed exactly once, by the worker that reaches it, so
+//! re-recording an event never confuses those that wait for its earlier point.
+//!
+//! When work fails, its stream is failed for good: work behind it is dropped unrun, marks behind it complete with the
+//! error, and a stream that waits for such a mark fails too.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use crate::error::{Error, Result};
+
+/// Work for a stream. It owns what it touches.
+pub(crate) type Work = Box<dyn FnOnce() -> Result<()> + Send>;
+
+enum Op {
+    Run(Work),
+    Record(Arc<Mark>),
+    Wait(Arc<Mark>),
+}
+
+/// One recording of an event: empty until its stream reaches it.
+#[derive(Default)]
+pub(crate) struct Mark {
+    reached: Mutex<Option<Result<Instant>>>,
+    changed: Condvar,
+}
+
+impl Mark {
+    fn complete(&self, outcome: Result<Instant>) {
+        *lock(&self.reached) = Some(outcome);
+        self.changed.notify_all();
+    }
+
+    fn outcome(&self) -> Option<Result<Instant>> {
+        lock(&self.reached).clone()
+    }
+
+    fn wait(&self) -> Result<Instant> {
+        let mut reached = lock(&self.reached);
+        loop {
+            match &*reached {
+                Some(outcome) => return outcome.clone(),
+                None => reached = self.changed.wait(reached).unwrap_or_else(PoisonError::into_inner),
+            }
+        }
+    }
+}
+
+/// A point that can be recorded again and again.
+#[derive(Default)]
+pub(crate) struct CpuEvent {
+    mark: Mutex<Option<Arc<Mark>>>,
+}
+
+impl CpuEvent {
+    fn mark(&self) -> Option<Arc<Mark>> {
+        lock(&self.mark).clone()
+    }
+
+    pub(crate) fn is_done(&self) -> Result<bool> {
+        match self.mark().and_then(|mark| mark.outcome()) {
+            None => Ok(self.mark().is_none()),
+            Some(outcome) => outcome.map(|_| true),
+        }
+    }
+
+    pub(crate) fn wait(&self) -> Result<()> {
+        self.mark().map_or(Ok(()), |mark| mark.wait().map(drop))
+    }
+
+    /// When the point was reached; an error where it was not recorded or not reached yet.
+    pub(crate) fn time(&self) -> Result<Instant> {
+        let early = || Error::BadOperands { operation: "elapsed", reason: "an event was not reached yet".to_owned() };
+        self.mark().ok_or_else(early)?.outcome().ok_or_else(early)?
+    }
+}
+
+/// A queue and the thread that works it off.
+pub(crate) struct CpuStream {
+    queue: Arc<Queue>,
+}
+
+struct Queue {
+    name: String,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    ops: VecDeque<Op>,
+    closed: bool,
+    failed: Option<Error>,
+}
+
+impl CpuStream {
+    pub(crate) fn start(name: &str) -> Result<Self> {
+        let queue = Arc::new(Queue { name: name.to_owned(), state: Mutex::default(), changed: Condvar::new() });
+        let worker = queue.clone();
+        std::thread::Builder::new().name(format!("forebay-{name}")).spawn(move || worker.work()).map_err(|error| {
+            Error::Os {
+                call: "thread spawn",
+                bytes: 0,
+                errno: error.raw_os_error().unwrap_or(0),
+                text: error.to_string(),
+            }
+        })?;
+        Ok(Self { queue })
+    }
+
+    pub(crate) fn run(&self, work: Work) -> Result<()> {
+        self.queue.push(Op::Run(work))
+    }
+
+    pub(crate) fn record(&self, event: &CpuEvent) -> Result<()> {
+        let mark = Arc::new(Mark::default());
+        self.queue.push(Op::Record(mark.clone()))?;
+        *lock(&event.mark) = Some(mark);
+        Ok(())
+    }
+
+    pub(crate) fn wait(&self, event: &CpuEvent) -> Result<()> {
+        event.mark().map_or(Ok(()), |mark| self.queue.push(Op::Wait(mark)))
+    }
+}
+
+impl Drop for CpuStream {
+    fn drop(&mut self) {
+        // The worker finishes what was accepted and then ends; nobody waits for it here, since the last handle may go
+        // on the worker's own thread.
+        lock(&self.queue.state).closed = true;
+        self.queue.changed.notify_one();
+    }
+}
+
+impl Queue {
+    fn push(&self, op: Op) -> Result<()> {
+        let mut state = lock(&self.state);
+        if let Some(error) = &state.failed {
+            return Err(error.clone());
+        }
+        state.ops.push_back(op);
+        drop(state);
+        self.changed.notify_one();
+        Ok(())
+    }
+
+    fn next(&self) -> Option<Op> {
+        let mut state = lock(&self.state);
+        loop {
+            match state.ops.pop_front() {
+                Some(op) => return Some(op),
+                None if state.closed => return None,
+                None => state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+            }
+        }
+    }
+
+    fn work(&self) {
+        let mut failed: Option<Error> = None;
+        while let Some(op) = self.next() {
+            let outcome = match op {
+                Op::Record(mark) => {
+                    mark.complete(failed.clone().map_or_else(|| Ok(Instant::now()), Err));
+                    continue;
+                }
+                _ if failed.is_some() => continue,
+                Op::Run(work) => std::panic::catch_unwind(std::panic::AssertUnwindSafe(work))
+                    .unwrap_or_else(|panic| Err(self.failure(&panic_text(&*panic)))),
+                Op::Wait(mark) => mark.wait().map(drop),
+            };
+            if let Err(error) = outcome {
+                let error = match error {
+                    failure @ Error::StreamFailed { .. } => failure,
+                    other => self.failure(&other.to_string()),
+                };
+                lock(&self.state).failed = Some(error.clone());
+                failed = Some(error);
+            }
+        }
+    }
+
+    fn failure(&self, reason: &str) -> Error {
+        Error::StreamFailed { stream: self.name.clone(), reason: reason.to_owned() }
+    }
+}
+
+fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    format!("its work panicked: {}", text.unwrap_or("no message"))
+}
+
+/// Nothing here leaves a lock's data half changed, so a panic elsewhere does not make it unusable.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,162 @@
+//! What the driver hands out, each freed by the drop of its one owner: streams, events, device memory, registrations.
+//!
+//! Memory is given back only after the device has been drained, so that no copy or kernel that was submitted with it
+//! can still be running. That wait is long and allowed to be: memory is allocated once and kept.
+
+use std::sync::Arc;
+
+use cudarc::driver::sys;
+
+use super::driver::{Context, check};
+use crate::error::Result;
+use crate::ledger::Entry;
+use crate::pinned::HostMapping;
+
+/// A stream, owned or borrowed.
+pub(crate) struct CudaStream {
+    pub(crate) raw: sys::CUstream,
+    owner: Option<Arc<Context>>,
+}
+
+// SAFETY: stream handles may be used from any thread.
+unsafe impl Send for CudaStream {}
+// SAFETY: as above; the driver locks for itself.
+unsafe impl Sync for CudaStream {}
+
+impl CudaStream {
+    pub(crate) fn create(context: &Arc<Context>) -> Result<Self> {
+        let mut raw = std::ptr::null_mut();
+        // Non-blocking: it does not wait for the legacy default stream, which torch uses by default.
+        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: writes one handle; the context is bound.
+        context.call("cuStreamCreate", || unsafe { sys::cuStreamCreate(&mut raw, flags) })?;
+        Ok(Self { raw, owner: Some(context.clone()) })
+    }
+
+    /// Names a stream of somebody else's.
+    pub(crate) fn borrow(handle: usize) -> Self {
+        Self { raw: handle as sys::CUstream, owner: None }
+    }
+}
+
+impl Drop for CudaStream {
+    fn drop(&mut self) {
+        if let Some(context) = &self.owner {
+            // SAFETY: created by us, destroyed once. The driver lets work that is under way finish.
+            let _ = context.call("cuStreamDestroy", || unsafe { sys::cuStreamDestroy_v2(self.raw) });
+        }
+    }
+}
+
+/// An event with a time.
+pub(crate) struct CudaEvent {
+    pub(crate) raw: sys::CUevent,
+    context: Arc<Context>,
+}
+
+// SAFETY: event handles may be used from any thread.
+unsafe impl Send for CudaEvent {}
+// SAFETY: as above; the driver locks for itself.
+unsafe impl Sync for CudaEvent {}
+
+impl CudaEvent {
+    pub(crate) fn create(context: &Arc<Context>) -> Result<Self> {
+        let mut raw = std::ptr::null_mut();
+        // Blocking: a thread that waits for a slot sleeps instead of burning a core that the data loader wants.
+        let flags = sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC as u32;
+        // SAFETY: writes one handle; the context is bound.
+        context.call("cuEventCreate", || unsafe { sys::cuEventCreate(&mut raw, flags) })?;
+        Ok(Self { raw, context: context.clone() })
+    }
+}
+
+impl Drop for CudaEvent {
+    fn drop(&mut self) {
+        // SAFETY: created by us, destroyed once; the driver allows it while a wait for it is pending.
+        let _ = self.context.call("cuEventDestroy", || unsafe { sys::cuEventDestroy_v2(self.raw) });
+    }
+}
+
+/// Device memory.
+pub(crate) struct CudaMemory {
+    pub(crate) raw: sys::CUdeviceptr,
+    context: Arc<Context>,
+    _entry: Entry,
+}
+
+impl CudaMemory {
+    /// The raw answer goes back to the caller, who knows how to tell "full" from "broken".
+    pub(crate) fn allocate(
+        context: &Arc<Context>,
+        bytes: u64,
+        entry: Entry,
+    ) -> Result<std::result::Result<Self, sys::CUresult>> {
+        let _bound = context.bind()?;
+        let mut raw = 0;
+        // SAFETY: writes one address; the context is bound.
+        let answer = unsafe { sys::cuMemAlloc_v2(&mut raw, bytes as usize) };
+        if answer == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
+            return Ok(Err(answer));
+        }
+        check("cuMemAlloc", answer)?;
+        Ok(Ok(Self { raw, context: context.clone(), _entry: entry }))
+    }
+}
+
+impl Drop for CudaMemory {
+    fn drop(&mut self) {
+        self.context.drain();
+        // SAFETY: allocated by us, freed once, and the device has ended all work.
+        let _ = self.context.call("cuMemFree", || unsafe { sys::cuMemFree_v2(self.raw) });
+    }
+}
+
+/// Host memory registered with the driver, piece by piece.
+pub(crate) struct Registration {
+    // Declared before the mapping: unregistered first, unmapped after.
+    pieces: Pieces,
+    mapping: HostMapping,
+    _entry: Entry,
+}
+
+struct Pieces {
+    context: Arc<Context>,
+    addrs: Vec<usize>,
+}
+
+impl Drop for Pieces {
+    fn drop(&mut self) {
+        self.context.drain();
+        for &addr in &self.addrs {
+            // SAFETY: registered by us at this address, unregistered once, the device drained and the mapping alive.
+            let _ = self.context.call("cuMemHostUnregister", || unsafe { sys::cuMemHostUnregister(addr as *mut _) });
+        }
+    }
+}
+
+impl Registration {
+    /// Registers each `(offset, bytes)` of the mapping; on failure takes back what was registered.
+    pub(crate) fn new(
+        context: &Arc<Context>,
+        mapping: HostMapping,
+        pieces: &[(u64, u64)],
+        entry: Entry,
+    ) -> Result<Self> {
+        let mut registered = Pieces { context: context.clone(), addrs: Vec::with_capacity(pieces.len()) };
+        for &(offset, bytes) in pieces {
+            let addr = mapping.addr() + offset as usize;
+            // SAFETY: the range lies in the mapping, whole pages that no other piece shares; the mapping stays until
+            // after the unregistering, by the order of the fields.
+            context.call("cuMemHostRegister", || unsafe {
+                sys::cuMemHostRegister_v2(addr as *mut _, bytes as usize, sys::CU_MEMHOSTREGISTER_PORTABLE)
+            })?;
+            registered.addrs.push(addr);
+        }
+        Ok(Self { pieces: registered, mapping, _entry: entry })
+    }
+
+    pub(crate) fn addr(&self) -> usize {
+        debug_assert!(!self.pieces.addrs.is_empty());
+        self.mapping.addr()
+    }
+}

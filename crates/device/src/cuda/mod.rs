@@ -1,0 +1,215 @@
+//! The CUDA backend: the driver API, loaded at run time.
+//!
+//! The binary links nothing of CUDA. Where the driver is missing or too old, opening the device says so, and everything
+//! else works. The device is torch's primary context; its streams can be borrowed. Ordering is the caller's: this
+//! backend adds no waits, events or tracking of its own.
+
+mod driver;
+pub(crate) mod handles;
+mod launch;
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering::Relaxed;
+use std::time::Instant;
+
+use cudarc::driver::sys;
+
+use crate::cpu::threads;
+use crate::device::{Backend, Counters, Device, Info, Memory, check_copy};
+use crate::error::{Error, Result};
+use crate::kernel::Kernel;
+use crate::ledger::Ledger;
+use crate::memory::{Buffer, DeviceId, Place, Region, Slab, SlabLayout};
+use crate::pinned::{HostMapping, PinStats};
+use crate::stream::{Event, EventKind, Stream, StreamKind};
+use driver::{Context, check};
+use handles::{CudaEvent, CudaMemory, CudaStream, Registration};
+use launch::Kernels;
+
+pub(crate) use driver::device_count;
+
+/// How to open a GPU.
+#[derive(Debug, Clone, Default)]
+pub struct CudaOptions {
+    /// Which one.
+    pub ordinal: usize,
+    /// Most bytes that may be pinned at once.
+    pub pinned_budget_bytes: Option<u64>,
+    /// Other kernels than the shipped ones, as PTX with the same entries.
+    pub ptx: Option<String>,
+}
+
+/// One GPU.
+pub struct CudaDevice {
+    info: Info,
+    ledger: Arc<Ledger>,
+    kernels: Kernels,
+    context: Arc<Context>,
+}
+
+impl std::fmt::Debug for CudaDevice {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CudaDevice").field("info", &self.info).finish_non_exhaustive()
+    }
+}
+
+impl CudaDevice {
+    /// Opens it, or says what is missing.
+    pub fn open(options: CudaOptions) -> Result<Arc<Self>> {
+        let context = Context::open(options.ordinal)?;
+        let kernels = Kernels::load(&context, options.ptx.as_deref().unwrap_or(launch::PTX))?;
+        let info = Info {
+            id: DeviceId::fresh(),
+            name: context.name.clone(),
+            model: context.model.clone(),
+            backend: Backend::Cuda,
+        };
+        Ok(Arc::new(Self { info, ledger: Ledger::new(options.pinned_budget_bytes), kernels, context }))
+    }
+
+    fn raw_stream(&self, stream: &Stream) -> Result<sys::CUstream> {
+        match &stream.kind {
+            StreamKind::Cuda(handle) if stream.device == self.info.id => Ok(handle.raw),
+            _ => Err(self.foreign("stream", stream)),
+        }
+    }
+
+    fn raw_event(&self, event: &Event) -> Result<sys::CUevent> {
+        match &event.kind {
+            EventKind::Cuda(handle) if event.device == self.info.id => Ok(handle.raw),
+            _ => Err(self.foreign("event", event)),
+        }
+    }
+
+    fn foreign(&self, operation: &'static str, what: &dyn std::fmt::Debug) -> Error {
+        Error::BadOperands { operation, reason: format!("{what:?} does not belong to {}", self.info.name) }
+    }
+}
+
+impl Device for CudaDevice {
+    fn info(&self) -> &Info {
+        &self.info
+    }
+
+    fn memory(&self) -> Result<Memory> {
+        let (free_bytes, capacity_bytes) = self.context.memory()?;
+        Ok(Memory {
+            capacity_bytes,
+            free_bytes,
+            allocated_bytes: self.ledger.allocated_bytes.load(Relaxed),
+            pinned_bytes: self.ledger.pinned_bytes.load(Relaxed),
+            pinned_budget_bytes: self.ledger.pinned_budget_bytes,
+        })
+    }
+
+    fn counters(&self) -> Counters {
+        self.ledger.counters()
+    }
+
+    fn alloc(&self, bytes: u64) -> Result<Buffer> {
+        if bytes == 0 {
+            return Err(Error::ZeroSize { what: "a device buffer" });
+        }
+        let (free_bytes, capacity_bytes) = self.context.memory()?;
+        let full = || Error::OutOfDeviceMemory {
+            device: self.info.name.clone(),
+            requested_bytes: bytes,
+            available_bytes: free_bytes,
+            capacity_bytes,
+        };
+        let entry = self.ledger.allocate(bytes, capacity_bytes).map_err(|_| full())?;
+        let memory = CudaMemory::allocate(&self.context, bytes, entry)?.map_err(|_| full())?;
+        Ok(Buffer::new(memory.raw as usize, bytes, Place::Device, Some(self.info.id), Arc::new(memory)))
+    }
+
+    fn pin(&self, layout: SlabLayout) -> Result<Slab> {
+        let entry = self.ledger.pin(layout.bytes())?;
+        let mapping = HostMapping::new(layout.bytes(), threads())?;
+        let (fault_ns, huge_pages) = (mapping.fault_ns, mapping.huge_pages);
+        let start = Instant::now();
+        let registration = Registration::new(&self.context, mapping, layout.pieces(), entry)?;
+        let register_ns = start.elapsed().as_nanos() as u64;
+        let stats = PinStats { bytes: layout.bytes(), fault_ns, register_ns, huge_pages };
+        let addr = registration.addr();
+        let buffer = Buffer::new(addr, layout.bytes(), Place::Pinned, Some(self.info.id), Arc::new(registration));
+        Ok(Slab::new(buffer, layout, stats))
+    }
+
+    fn stream(&self, name: &str) -> Result<Stream> {
+        let stream = CudaStream::create(&self.context)?;
+        self.ledger.count_stream();
+        Ok(Stream::new(StreamKind::Cuda(Arc::new(stream)), self.info.id, name))
+    }
+
+    #[expect(unsafe_code, reason = "declared unsafe by the contract; the caller vouches for the handle")]
+    unsafe fn borrow_stream(&self, handle: usize, name: &str) -> Result<Stream> {
+        Ok(Stream::new(StreamKind::Cuda(Arc::new(CudaStream::borrow(handle))), self.info.id, name))
+    }
+
+    fn event(&self) -> Result<Event> {
+        let event = CudaEvent::create(&self.context)?;
+        self.ledger.count_event();
+        Ok(Event::new(EventKind::Cuda(Arc::new(event)), self.info.id))
+    }
+
+    fn record(&self, event: &Event, stream: &Stream) -> Result<()> {
+        let (event, stream) = (self.raw_event(event)?, self.raw_stream(stream)?);
+        // SAFETY: both handles are alive, held by the arguments, and of this context.
+        self.context.call("cuEventRecord", || unsafe { sys::cuEventRecord(event, stream) })
+    }
+
+    fn wait(&self, stream: &Stream, event: &Event) -> Result<()> {
+        let (event, stream) = (self.raw_event(event)?, self.raw_stream(stream)?);
+        // SAFETY: as in `record`.
+        self.context.call("cuStreamWaitEvent", || unsafe { sys::cuStreamWaitEvent(stream, event, 0) })
+    }
+
+    fn query(&self, event: &Event) -> Result<bool> {
+        let event = self.raw_event(event)?;
+        let _bound = self.context.bind()?;
+        // SAFETY: as in `record`.
+        match unsafe { sys::cuEventQuery(event) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            answer => check("cuEventQuery", answer).map(|()| true),
+        }
+    }
+
+    fn synchronize(&self, event: &Event) -> Result<()> {
+        let event = self.raw_event(event)?;
+        // SAFETY: as in `record`.
+        self.context.call("cuEventSynchronize", || unsafe { sys::cuEventSynchronize(event) })
+    }
+
+    fn elapsed_ns(&self, start: &Event, end: &Event) -> Result<u64> {
+        let (start, end) = (self.raw_event(start)?, self.raw_event(end)?);
+        let _bound = self.context.bind()?;
+        let mut ms = 0f32;
+        // SAFETY: as in `record`; writes one float.
+        match unsafe { sys::cuEventElapsedTime(&mut ms, start, end) } {
+            sys::CUresult::CUDA_ERROR_NOT_READY | sys::CUresult::CUDA_ERROR_INVALID_HANDLE => {
+                Err(Error::BadOperands { operation: "elapsed", reason: "an event was not reached yet".to_owned() })
+            }
+            answer => check("cuEventElapsedTime", answer).map(|()| (f64::from(ms.max(0.0)) * 1e6) as u64),
+        }
+    }
+
+    fn copy(&self, stream: &Stream, from: &Region, to: &Region) -> Result<()> {
+        check_copy(self.info.id, from, to)?;
+        let raw = self.raw_stream(stream)?;
+        if from.bytes() == 0 {
+            return Ok(());
+        }
+        // SAFETY: two live, disjoint ranges of equal length that this context can reach; unified addressing tells the
+        // direction. They stay alive until the copy has ended, because their owners drain the device before they free.
+        self.context.call("cuMemcpyAsync", || unsafe {
+            sys::cuMemcpyAsync(to.addr() as u64, from.addr() as u64, from.bytes() as usize, raw)
+        })
+    }
+
+    fn launch(&self, stream: &Stream, kernel: &Kernel<'_>) -> Result<()> {
+        kernel.check(self.info.id)?;
+        let raw = self.raw_stream(stream)?;
+        let _bound = self.context.bind()?;
+        self.kernels.launch(raw, kernel)
+    }
+}

@@ -1,0 +1,159 @@
+//! The contract: what every backend can do.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::error::{Error, Result};
+use crate::kernel::Kernel;
+use crate::memory::{Buffer, DeviceId, Region, Slab, SlabLayout};
+use crate::stream::{Event, Stream};
+
+/// Owns memory and runs work.
+///
+/// # Ordering
+/// Work on one stream runs in the order of submission. Work on two streams is unordered unless an event orders it:
+/// [`record`](Self::record) marks a point, [`wait`](Self::wait) makes another stream wait for it, and
+/// [`synchronize`](Self::synchronize) makes the calling thread wait. Waiting for an event that was never recorded is a
+/// no-op, as it is on CUDA; the [`Checked`](crate::Checked) device refuses it. Submission itself never blocks on work
+/// that is still to be done, except where a driver's queue is full.
+///
+/// # Memory
+/// Every call checks that its operands lie inside live memory of this device, so no sequence of safe calls reaches
+/// freed or foreign memory. Two accesses to the same bytes that nothing orders leave those bytes unspecified; payload
+/// is plain numbers, for which every bit pattern is valid. [`Checked`](crate::Checked) finds every such pair from the
+/// order of submission alone, without needing the two to collide in time.
+///
+/// # Failure
+/// A call that returns an error did nothing. Work that fails later marks its stream as failed: what is queued behind
+/// it does not run, and the error comes out of every wait that depends on it.
+pub trait Device: Send + Sync + fmt::Debug {
+    /// What this device is.
+    fn info(&self) -> &Info;
+
+    /// How much memory there is and how much is taken, at this moment.
+    fn memory(&self) -> Result<Memory>;
+
+    /// How many resources were made since the device was opened; a steady state makes none.
+    fn counters(&self) -> Counters;
+
+    /// Allocates memory on the device, aligned to [`ALIGN_BYTES`](crate::ALIGN_BYTES), contents unspecified. It is
+    /// freed when the last clone goes, after the device has ended the work that uses it.
+    fn alloc(&self, bytes: u64) -> Result<Buffer>;
+
+    /// Allocates one page-locked slab, zeroed, against the pinned budget.
+    fn pin(&self, layout: SlabLayout) -> Result<Slab>;
+
+    /// Makes a stream.
+    fn stream(&self, name: &str) -> Result<Stream>;
+
+    /// Names a stream that somebody else made: torch's current stream, for example.
+    ///
+    /// # Safety
+    /// `handle` must be a stream of this device's context that outlives the returned handle and its clones.
+    #[expect(unsafe_code, reason = "the caller vouches for a driver handle")]
+    unsafe fn borrow_stream(&self, handle: usize, name: &str) -> Result<Stream>;
+
+    /// Makes an event, not yet recorded. All events carry a time.
+    fn event(&self) -> Result<Event>;
+
+    /// Marks the present end of a stream.
+    fn record(&self, event: &Event, stream: &Stream) -> Result<()>;
+
+    /// Makes what is submitted to `stream` from now on wait for the event as it is marked now.
+    fn wait(&self, stream: &Stream, event: &Event) -> Result<()>;
+
+    /// Whether the point was reached; `true` for an event never recorded.
+    fn query(&self, event: &Event) -> Result<bool>;
+
+    /// Blocks the calling thread until the point was reached.
+    fn synchronize(&self, event: &Event) -> Result<()>;
+
+    /// Time between two points that were both reached, in nanoseconds; 0 where `end` came first.
+    fn elapsed_ns(&self, start: &Event, end: &Event) -> Result<u64>;
+
+    /// Copies between regions of equal length, at least one of them on the device, on a stream.
+    fn copy(&self, stream: &Stream, from: &Region, to: &Region) -> Result<()>;
+
+    /// Runs a kernel on a stream.
+    fn launch(&self, stream: &Stream, kernel: &Kernel<'_>) -> Result<()>;
+
+    /// Reads host memory on the calling thread, now. The caller has waited for the work that writes it.
+    fn read(&self, from: &Region, into: &mut [u8]) -> Result<()> {
+        from.read(self.info().id, into)
+    }
+
+    /// Writes host memory on the calling thread, now. The caller has waited for the work that uses it.
+    fn write(&self, from: &[u8], to: &Region) -> Result<()> {
+        to.write(self.info().id, from)
+    }
+}
+
+/// What a device is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Info {
+    /// Unique in the process; memory, streams and events carry it.
+    pub id: DeviceId,
+    /// How it is asked for: `cpu` or `cuda:0`.
+    pub name: String,
+    /// What it is: the GPU's product name, or a word on the CPU.
+    pub model: String,
+    /// The backend that drives it.
+    pub backend: Backend,
+}
+
+/// The backends there are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Backend {
+    /// The reference, on the host's own memory.
+    Cpu,
+    /// NVIDIA GPUs through the driver API.
+    Cuda,
+}
+
+/// Memory figures of one moment, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Memory {
+    /// On the device, in all.
+    pub capacity_bytes: u64,
+    /// On the device, free.
+    pub free_bytes: u64,
+    /// Allocated through this [`Device`] and not freed.
+    pub allocated_bytes: u64,
+    /// Pinned through this [`Device`] and not released.
+    pub pinned_bytes: u64,
+    /// The pinned budget, where one is set.
+    pub pinned_budget_bytes: Option<u64>,
+}
+
+/// Counts of resources made; never reset.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Counters {
+    /// Device allocations.
+    pub allocations: u64,
+    /// Slabs.
+    pub pins: u64,
+    /// Streams.
+    pub streams: u64,
+    /// Events.
+    pub events: u64,
+}
+
+/// Refuses operands that no backend could copy.
+pub(crate) fn check_copy(device: DeviceId, from: &Region, to: &Region) -> Result<()> {
+    let refuse = |reason: String| Err(Error::BadOperands { operation: "copy", reason });
+    crate::memory::check_home("copy", from, device)?;
+    crate::memory::check_home("copy", to, device)?;
+    if from.bytes() != to.bytes() {
+        return refuse(format!("{} bytes into {} bytes", from.bytes(), to.bytes()));
+    }
+    if from.place().is_host() && to.place().is_host() {
+        return refuse("both sides are on the host".to_owned());
+    }
+    if from.overlaps(to) {
+        return refuse(format!("{from:?} overlaps {to:?}"));
+    }
+    Ok(())
+}
+
+/// A device to share.
+pub type SharedDevice = Arc<dyn Device>;

@@ -1,0 +1,188 @@
+//! A device that misbehaves on demand, for tests: the n-th call of a kind fails, runs late or runs out of memory.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::device::{Counters, Device, Info, Memory, SharedDevice};
+use crate::error::{Error, Result};
+use crate::kernel::Kernel;
+use crate::memory::{Buffer, Region, Slab, SlabLayout};
+use crate::stream::{Event, Stream};
+
+/// The calls that can be made to misbehave.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Call {
+    /// [`Device::alloc`].
+    Alloc,
+    /// [`Device::pin`].
+    Pin,
+    /// [`Device::stream`].
+    Stream,
+    /// [`Device::event`].
+    Event,
+    /// [`Device::record`].
+    Record,
+    /// [`Device::wait`].
+    Wait,
+    /// [`Device::synchronize`].
+    Synchronize,
+    /// [`Device::copy`].
+    Copy,
+    /// [`Device::launch`].
+    Launch,
+}
+
+/// How a call misbehaves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Misbehaviour {
+    /// It returns an error and does nothing.
+    Fail,
+    /// It returns the error of a full device or budget.
+    OutOfMemory,
+    /// The stream it names is held up for so long before the work.
+    Late {
+        /// How long.
+        ns: u64,
+    },
+    /// It is accepted, and the stream it names fails when it gets there.
+    Break,
+}
+
+struct Rule {
+    call: Call,
+    /// Matching calls still to pass before the rule strikes, once.
+    after: u64,
+    how: Misbehaviour,
+}
+
+/// Wraps a device and misbehaves as told.
+pub struct Fault {
+    inner: SharedDevice,
+    rules: Mutex<Vec<Rule>>,
+}
+
+impl std::fmt::Debug for Fault {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Fault({:?})", self.inner)
+    }
+}
+
+impl Fault {
+    /// Wraps a device; without rules it is that device.
+    pub fn wrap(inner: SharedDevice) -> Arc<Self> {
+        Arc::new(Self { inner, rules: Mutex::default() })
+    }
+
+    /// The `nth` call of this kind from now, counted from 0, misbehaves, once.
+    pub fn on(&self, call: Call, nth: u64, how: Misbehaviour) {
+        self.rules.lock().unwrap_or_else(PoisonError::into_inner).push(Rule { call, after: nth, how });
+    }
+
+    fn strike(&self, call: Call) -> Option<Misbehaviour> {
+        let mut rules = self.rules.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut struck = None;
+        rules.retain_mut(|rule| match (rule.call == call, rule.after) {
+            (true, 0) => {
+                struck = struck.or(Some(rule.how));
+                false
+            }
+            (true, _) => {
+                rule.after -= 1;
+                true
+            }
+            _ => true,
+        });
+        struck
+    }
+
+    /// Applies a rule to a call that names a stream, or to one that does not.
+    fn misbehave(&self, call: Call, stream: Option<&Stream>) -> Result<()> {
+        let reason = || format!("injected into {call:?}");
+        match (self.strike(call), stream) {
+            (None, _) => Ok(()),
+            (Some(Misbehaviour::OutOfMemory), _) if call == Call::Pin => {
+                Err(Error::OutOfPinnedBudget { requested_bytes: 1, available_bytes: 0, budget_bytes: 0 })
+            }
+            (Some(Misbehaviour::OutOfMemory), _) => Err(Error::OutOfDeviceMemory {
+                device: reason(),
+                requested_bytes: 1,
+                available_bytes: 0,
+                capacity_bytes: 0,
+            }),
+            (Some(Misbehaviour::Late { ns }), Some(stream)) => self.inner.launch(stream, &Kernel::Spin { ns }),
+            (Some(Misbehaviour::Break), Some(stream)) => self.inner.launch(stream, &Kernel::Trap),
+            (Some(Misbehaviour::Fail), stream) => {
+                let stream = stream.map_or("none", Stream::name).to_owned();
+                Err(Error::StreamFailed { stream, reason: reason() })
+            }
+            (Some(how), None) => Err(Error::BadOperands {
+                operation: "fault",
+                reason: format!("{call:?} names no stream, so it cannot {how:?}"),
+            }),
+        }
+    }
+}
+
+impl Device for Fault {
+    fn info(&self) -> &Info {
+        self.inner.info()
+    }
+    fn memory(&self) -> Result<Memory> {
+        self.inner.memory()
+    }
+    fn counters(&self) -> Counters {
+        self.inner.counters()
+    }
+    fn alloc(&self, bytes: u64) -> Result<Buffer> {
+        self.misbehave(Call::Alloc, None)?;
+        self.inner.alloc(bytes)
+    }
+    fn pin(&self, layout: SlabLayout) -> Result<Slab> {
+        self.misbehave(Call::Pin, None)?;
+        self.inner.pin(layout)
+    }
+    fn stream(&self, name: &str) -> Result<Stream> {
+        self.misbehave(Call::Stream, None)?;
+        self.inner.stream(name)
+    }
+    #[expect(unsafe_code, reason = "passes the caller's promise on")]
+    unsafe fn borrow_stream(&self, handle: usize, name: &str) -> Result<Stream> {
+        // SAFETY: the caller's promise, unchanged.
+        unsafe { self.inner.borrow_stream(handle, name) }
+    }
+    fn event(&self) -> Result<Event> {
+        self.misbehave(Call::Event, None)?;
+        self.inner.event()
+    }
+    fn record(&self, event: &Event, stream: &Stream) -> Result<()> {
+        self.misbehave(Call::Record, Some(stream))?;
+        self.inner.record(event, stream)
+    }
+    fn wait(&self, stream: &Stream, event: &Event) -> Result<()> {
+        self.misbehave(Call::Wait, Some(stream))?;
+        self.inner.wait(stream, event)
+    }
+    fn query(&self, event: &Event) -> Result<bool> {
+        self.inner.query(event)
+    }
+    fn synchronize(&self, event: &Event) -> Result<()> {
+        self.misbehave(Call::Synchronize, None)?;
+        self.inner.synchronize(event)
+    }
+    fn elapsed_ns(&self, start: &Event, end: &Event) -> Result<u64> {
+        self.inner.elapsed_ns(start, end)
+    }
+    fn copy(&self, stream: &Stream, from: &Region, to: &Region) -> Result<()> {
+        self.misbehave(Call::Copy, Some(stream))?;
+        self.inner.copy(stream, from, to)
+    }
+    fn launch(&self, stream: &Stream, kernel: &Kernel<'_>) -> Result<()> {
+        self.misbehave(Call::Launch, Some(stream))?;
+        self.inner.launch(stream, kernel)
+    }
+    fn read(&self, from: &Region, into: &mut [u8]) -> Result<()> {
+        self.inner.read(from, into)
+    }
+    fn write(&self, from: &[u8], to: &Region) -> Result<()> {
+        self.inner.write(from, to)
+    }
+}

@@ -1,0 +1,238 @@
+//! The closed list of kernels, and the checks that their operands pass before any backend sees them.
+
+use crate::arith::AdamWScalars;
+use crate::error::{Error, Result};
+use crate::memory::{DeviceId, Place, Region, check_home};
+
+/// Element types of parameters and gradients.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Dtype {
+    /// IEEE single precision.
+    F32,
+    /// The upper half of an f32.
+    Bf16,
+    /// IEEE half precision.
+    F16,
+}
+
+impl Dtype {
+    /// Bytes of one element.
+    pub fn bytes(self) -> u64 {
+        match self {
+            Self::F32 => 4,
+            Self::Bf16 | Self::F16 => 2,
+        }
+    }
+}
+
+/// Everything a device can compute. Operands lie on the device, whatever the backend.
+#[derive(Debug, Clone)]
+pub enum Kernel<'a> {
+    /// Sets every byte.
+    Fill {
+        /// What to set.
+        dst: Region,
+        /// The byte.
+        byte: u8,
+    },
+    /// Fills f32 elements with values in `low..high` that depend on the seed and the element's index alone, the same on
+    /// every backend.
+    Uniform {
+        /// What to fill.
+        dst: Region,
+        /// Chooses the sequence.
+        seed: u64,
+        /// Smallest value.
+        low: f32,
+        /// Upper bound.
+        high: f32,
+    },
+    /// Adds the number of differing 4-byte words to a u64.
+    CountDifferences {
+        /// One side.
+        a: Region,
+        /// The other.
+        b: Region,
+        /// Where the count is added: 8 bytes.
+        count: Region,
+    },
+    /// One AdamW step over parts of parameters.
+    AdamW(AdamW<'a>),
+    /// Keeps the stream busy, so that a missing wait shows.
+    Spin {
+        /// For how long.
+        ns: u64,
+    },
+    /// Makes the stream fail. On CUDA the whole context is lost, as with any faulting kernel.
+    Trap,
+}
+
+/// One AdamW step over any number of segments; see [`crate::arith`] for the arithmetic.
+#[derive(Debug, Clone)]
+pub struct AdamW<'a> {
+    /// The parts of parameters to update. No two may overlap.
+    pub segments: &'a [AdamWSegment],
+    /// The hyper-parameter sets that the segments name.
+    pub scalars: &'a [AdamWScalars],
+    /// An f32 on the device that every gradient is multiplied with: a clip coefficient.
+    pub grad_scale: Option<Region>,
+    /// An f32 on the device; where it is not zero, nothing is changed: GradScaler's `found_inf`.
+    pub skip: Option<Region>,
+}
+
+/// A run of elements of one parameter, with the state that belongs to them.
+#[derive(Debug, Clone)]
+pub struct AdamWSegment {
+    /// The parameter's elements.
+    pub param: Region,
+    /// Their type.
+    pub param_dtype: Dtype,
+    /// The gradient's elements.
+    pub grad: Region,
+    /// Their type.
+    pub grad_dtype: Dtype,
+    /// First moment, f32.
+    pub exp_avg: Region,
+    /// Second moment, f32.
+    pub exp_avg_sq: Region,
+    /// Largest second moment so far, f32: amsgrad.
+    pub max_exp_avg_sq: Option<Region>,
+    /// Master weights, f32; the parameter is their rounding.
+    pub master: Option<Region>,
+    /// Which entry of [`AdamW::scalars`] applies.
+    pub scalars: u32,
+}
+
+impl AdamWSegment {
+    /// Number of elements.
+    pub fn elements(&self) -> u64 {
+        self.exp_avg.bytes() / 4
+    }
+
+    /// The f32 state of the segment, all of it written.
+    pub(crate) fn state(&self) -> impl Iterator<Item = &Region> {
+        [Some(&self.exp_avg), Some(&self.exp_avg_sq), self.max_exp_avg_sq.as_ref(), self.master.as_ref()]
+            .into_iter()
+            .flatten()
+    }
+
+    fn check(&self, scalars: usize) -> Result<()> {
+        let refuse = |reason: String| Err(Error::BadOperands { operation: "adamw", reason });
+        let elements = self.elements();
+        if elements == 0 || elements > u64::from(u32::MAX) {
+            return refuse(format!("a segment of {elements} elements; it takes 1 to {}", u32::MAX));
+        }
+        for (what, region, width) in
+            [("param", &self.param, self.param_dtype.bytes()), ("grad", &self.grad, self.grad_dtype.bytes())]
+                .into_iter()
+                .chain(self.state().map(|region| ("state", region, 4)))
+        {
+            if region.bytes() != elements * width {
+                return refuse(format!(
+                    "{what} has {} bytes where {elements} elements need {}",
+                    region.bytes(),
+                    elements * width
+                ));
+            }
+            if !(region.addr() as u64).is_multiple_of(width) {
+                return refuse(format!("{what} at {:#x} is not aligned to its {width}-byte elements", region.addr()));
+            }
+        }
+        // Backends update in place and read ahead: an operand that aliases another would give results that depend on how.
+        let all: Vec<&Region> = self.state().chain([&self.param, &self.grad]).collect();
+        for (i, a) in all.iter().enumerate() {
+            if let Some(b) = all[i + 1..].iter().find(|b| a.overlaps(b)) {
+                return refuse(format!("{a:?} overlaps {b:?}"));
+            }
+        }
+        if self.scalars as usize >= scalars {
+            return refuse(format!("scalar set {} of {scalars}", self.scalars));
+        }
+        Ok(())
+    }
+}
+
+impl Kernel<'_> {
+    /// Its name in errors and traces.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Fill { .. } => "fill",
+            Self::Uniform { .. } => "uniform",
+            Self::CountDifferences { .. } => "count differences",
+            Self::AdamW(_) => "adamw",
+            Self::Spin { .. } => "spin",
+            Self::Trap => "trap",
+        }
+    }
+
+    /// Every region the kernel touches, and whether it writes it.
+    pub(crate) fn accesses(&self) -> Vec<(&Region, bool)> {
+        match self {
+            Self::Fill { dst, .. } | Self::Uniform { dst, .. } => vec![(dst, true)],
+            Self::CountDifferences { a, b, count } => vec![(a, false), (b, false), (count, true)],
+            Self::AdamW(step) => {
+                let flags = step.grad_scale.iter().chain(&step.skip).map(|region| (region, false));
+                let segments = step.segments.iter().flat_map(|segment| {
+                    let written = segment.state().map(|region| (region, true));
+                    written.chain([(&segment.param, true), (&segment.grad, false)])
+                });
+                flags.chain(segments).collect()
+            }
+            Self::Spin { .. } | Self::Trap => Vec::new(),
+        }
+    }
+
+    /// Refuses operands that do not fit together; what passes can be run by any backend without further checks.
+    pub(crate) fn check(&self, device: DeviceId) -> Result<()> {
+        let operation = self.name();
+        let refuse = |reason: String| Err(Error::BadOperands { operation, reason });
+        for (region, _) in self.accesses() {
+            check_home(operation, region, device)?;
+            if region.place() != Place::Device {
+                return refuse(format!("{region:?} is not device memory"));
+            }
+        }
+        let words = |region: &Region, width: u64| {
+            if !region.bytes().is_multiple_of(width) || !(region.addr() as u64).is_multiple_of(width) {
+                return refuse(format!(
+                    "{} bytes at {:#x} are not whole {width}-byte words",
+                    region.bytes(),
+                    region.addr()
+                ));
+            }
+            Ok(())
+        };
+        match self {
+            Self::Fill { .. } | Self::Spin { .. } | Self::Trap => Ok(()),
+            Self::Uniform { dst, low, high, .. } => {
+                if low.is_nan() || high.is_nan() || low > high {
+                    return refuse(format!("an empty range of values: {low}..{high}"));
+                }
+                words(dst, 4)
+            }
+            Self::CountDifferences { a, b, count } => {
+                words(a, 4)?;
+                words(b, 4)?;
+                words(count, 8)?;
+                if a.bytes() != b.bytes() || count.bytes() != 8 {
+                    return refuse(format!(
+                        "{} bytes, {} bytes and a count of {}",
+                        a.bytes(),
+                        b.bytes(),
+                        count.bytes()
+                    ));
+                }
+                Ok(())
+            }
+            Self::AdamW(step) => {
+                for flag in step.grad_scale.iter().chain(&step.skip) {
+                    words(flag, 4)?;
+                    if flag.bytes() != 4 {
+                        return refuse(format!("a scale or skip flag of {} bytes; it is one f32", flag.bytes()));
+                    }
+                }
+                step.segments.iter().try_for_each(|segment| segment.check(step.scalars.len()))
+            }
+        }
+    }
+}

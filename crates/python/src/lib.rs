@@ -1,0 +1,27 @@
+//! The extension module `forebay._core`: numbers in, numbers out, no logic of its own.
+//!
+//! Every function that can block or fail does its work inside [`guard::run`], which releases the GIL and turns both
+//! errors and panics into the exceptions of `forebay.errors`. The module takes pointers and sizes, never tensors, and
+//! does not know torch.
+//!
+//! `python/forebay/_core.pyi` is generated from this crate (`make stubs`). For that the module has to be this inline
+//! `mod`, and every type in a signature has to be one that PyO3 can name.
+
+mod error;
+mod guard;
+mod testing;
+
+/// The compiled part of forebay.
+#[pyo3::pymodule]
+mod _core {
+    use pyo3::prelude::*;
+
+    #[pymodule_export]
+    use crate::testing::{_errors_for_test, _gil_is_released_for_test, _panic_for_test};
+
+    /// The version of the extension module, which is the version of the package.
+    #[pyfunction]
+    fn version() -> &'static str {
+        env!("CARGO_PKG_VERSION")
+    }
+}

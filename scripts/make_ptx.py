@@ -1,0 +1,75 @@
+"""Compile the CUDA kernels to the PTX that ships inside the binary.
+
+Needs NVRTC 12.4 (``nvidia-cuda-nvrtc-cu12``), no GPU and no driver. PTX of that version runs on every driver from 550
+on; a newer NVRTC would ask for a newer driver.
+
+usage: python scripts/make_ptx.py [--check]
+"""
+
+import argparse
+import ctypes
+import importlib.metadata
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent.parent / "crates" / "device" / "src" / "cuda"
+PACKAGE = "nvidia-cuda-nvrtc-cu12"
+VERSION = (12, 4)
+# The oldest architecture with everything the kernels use; the driver compiles for the GPU it finds. --fmad=false:
+# every fused multiply-add is written out.
+OPTIONS = ["--gpu-architecture=compute_80", "--std=c++17", "--fmad=false"]
+
+
+def load_nvrtc() -> ctypes.CDLL:
+    """Load the NVRTC that the pinned package brings, with its builtins first."""
+    try:
+        files = importlib.metadata.files(PACKAGE) or []
+    except importlib.metadata.PackageNotFoundError:
+        sys.exit(f"error: {PACKAGE} is not installed\nhint: run `make setup` and use .venv/bin/python")
+    libraries = {Path(str(file)).name.split(".so")[0]: str(file.locate()) for file in files if ".so" in str(file)}
+    builtins = next(path for name, path in libraries.items() if name.startswith("libnvrtc-builtins"))
+    ctypes.CDLL(builtins, mode=ctypes.RTLD_GLOBAL)
+    nvrtc = ctypes.CDLL(libraries["libnvrtc"])
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    if (major.value, minor.value) != VERSION:
+        sys.exit(f"error: NVRTC {major.value}.{minor.value} found, the shipped PTX is made with {VERSION[0]}.{VERSION[1]}")
+    return nvrtc
+
+
+def compile_ptx(source: str) -> str:
+    """Compile CUDA C++ to PTX text."""
+    nvrtc = load_nvrtc()
+    program = ctypes.c_void_p()
+    options = (ctypes.c_char_p * len(OPTIONS))(*[option.encode() for option in OPTIONS])
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None)
+    status = nvrtc.nvrtcCompileProgram(program, len(OPTIONS), options)
+    size = ctypes.c_size_t()
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    if status != 0:
+        sys.exit(f"error: kernels.cu does not compile\n{log.value.decode()}")
+    nvrtc.nvrtcGetPTXSize(program, ctypes.byref(size))
+    ptx = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetPTX(program, ptx)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    return ptx.value.decode()
+
+
+def main() -> None:
+    """Write kernels.ptx, or with --check say whether it is what kernels.cu gives."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare with kernels.ptx instead of writing it")
+    check = parser.parse_args().check
+    ptx = compile_ptx((FOLDER / "kernels.cu").read_text())
+    path = FOLDER / "kernels.ptx"
+    if not check:
+        path.write_text(ptx)
+        print(f"wrote {path.name}: {len(ptx)} bytes, {ptx.count('.entry')} kernels")
+    elif not path.exists() or path.read_text() != ptx:
+        sys.exit("error: kernels.ptx is not what kernels.cu gives\nhint: run `make ptx` and commit it")
+
+
+if __name__ == "__main__":
+    main()
