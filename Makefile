@@ -13,6 +13,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 UV := $(PY) -m uv --quiet
 MATURIN := $(PY) -m maturin
+PY_SOURCES := python scripts tests
 TARGET := $(or $(CARGO_TARGET_DIR),target)
 NEXTEST := $(or $(shell command -v cargo-nextest),.tools/bin/cargo-nextest)
 
@@ -42,15 +43,23 @@ setup: $(WHEEL) $(NEXTEST) ## make .venv, build and install the wheel, install c
 test: lint test-rust loom test-python ## everything: lints, Rust tests, loom, Python tests
 
 .PHONY: lint
-lint: $(DEPS) ## formatting, clippy, ruff, mypy
+lint: $(DEPS) ## formatting, clippy, ruff, mypy, shipped PTX
 	$(call heading,Format)
 	cargo fmt --all --check
-	$(PY) -m ruff format --check --quiet python tests
+	$(PY) -m ruff format --check --quiet $(PY_SOURCES)
 	$(call heading,Lint)
-	$(PY) -m ruff check --quiet python tests
+	$(PY) -m ruff check --quiet $(PY_SOURCES)
 	cargo clippy --locked --workspace --all-targets -- -D warnings
 	$(call heading,Types)
 	$(PY) -m mypy
+	$(call heading,Kernels)
+	$(PY) scripts/make_ptx.py --check
+
+.PHONY: fmt
+fmt: $(DEPS) ## format Rust and Python
+	cargo fmt --all
+	$(PY) -m ruff check --quiet --fix-only $(PY_SOURCES)
+	$(PY) -m ruff format --quiet $(PY_SOURCES)
 
 .PHONY: test-rust
 test-rust: $(NEXTEST) ## Rust tests and doctests
@@ -83,6 +92,10 @@ check-stubs: $(WHEEL) ## fail if python/forebay/_core.pyi is stale
 	$(stubs_from_build)
 	diff -u python/forebay/_core.pyi $(TARGET)/stubs/forebay/_core.pyi || { echo 'error: stale stubs; run: make stubs'; exit 1; }
 
+.PHONY: ptx
+ptx: $(DEPS) ## write crates/device/src/cuda/kernels.ptx from kernels.cu
+	$(PY) scripts/make_ptx.py
+
 .PHONY: demo
 demo: setup out/ ## run the streamed step on the GPU, or on the CPU where there is none
 	cargo build --locked --release --package forebay-cli
@@ -109,7 +122,7 @@ clean: ## remove everything that these targets make
 # uv does not read pip's configuration files; where only those lead to a registry, pip itself still works.
 $(DEPS):
 	$(call heading,Install Python dependencies)
-	python=; for candidate in python3 python3.13 python3.12 python3.11; do \
+	@python=; for candidate in python3 python3.13 python3.12 python3.11; do \
 		if $$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then python=$$candidate; break; fi; \
 	done; \
 	if [ -z "$$python" ]; then echo 'error: no Python 3.11 or newer: tried python3, python3.13, python3.12, python3.11'; exit 1; fi; \

@@ -18,21 +18,23 @@ BASES = {
 }
 
 RAISED_FOR = {
-    "DeviceAbsent": forebay.DeviceError,
-    "DriverTooOld": forebay.DeviceError,
-    "KernelsRefused": forebay.DeviceError,
-    "OutOfDeviceMemory": forebay.OutOfMemoryError,
-    "OutOfPinnedBudget": forebay.OutOfMemoryError,
-    "SlabLargerThanMemory": forebay.OutOfMemoryError,
-    "ZeroSize": forebay.OptionError,
-    "OutOfRange": forebay.OptionError,
-    "BadOperands": forebay.OptionError,
+    "Device.DeviceAbsent": forebay.DeviceError,
+    "Device.DriverTooOld": forebay.DeviceError,
+    "Device.KernelsRefused": forebay.DeviceError,
+    "Device.OutOfDeviceMemory": forebay.OutOfMemoryError,
+    "Device.OutOfPinnedBudget": forebay.OutOfMemoryError,
+    "Device.SlabLargerThanMemory": forebay.OutOfMemoryError,
+    "Device.ZeroSize": forebay.OptionError,
+    "Device.OutOfRange": forebay.OptionError,
+    "Device.BadOperands": forebay.OptionError,
+    "Device.InvalidOption": forebay.OptionError,
+    "Device.StreamFailed": forebay.DeviceError,
+    "Device.Unordered": forebay.InternalError,
+    "Device.Driver": forebay.DeviceError,
+    "Device.Os": forebay.StorageError,
+    "Device.Forked": forebay.DeviceError,
     "InvalidOption": forebay.OptionError,
-    "StreamFailed": forebay.DeviceError,
-    "Unordered": forebay.InternalError,
-    "Driver": forebay.DeviceError,
-    "Os": forebay.StorageError,
-    "Forked": forebay.DeviceError,
+    "PlanMismatch": forebay.OptionError,
 }
 
 SAMPLES = dict(_core._errors_for_test())
@@ -73,7 +75,7 @@ def test_out_of_memory_carries_the_numbers(variant: str) -> None:
 
 
 def test_storage_error_carries_errno_and_keeps_its_text() -> None:
-    error = SAMPLES["Os"]
+    error = SAMPLES["Device.Os"]
     assert error.errno == 12
     assert str(error) == "sample of 3 bytes failed: sample"
 

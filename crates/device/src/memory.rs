@@ -212,7 +212,7 @@ impl Region {
     }
 
     /// Whether both name at least one common byte.
-    pub(crate) fn overlaps(&self, other: &Self) -> bool {
+    pub fn overlaps(&self, other: &Self) -> bool {
         let (a, b) = (self.addr(), other.addr());
         self.buffer.place.is_host() == other.buffer.place.is_host()
             && a < b + other.len_bytes as usize

@@ -1,1 +1,41 @@
+//! The contract of [`forebay_device::Device`], as one test body per behaviour, run on every backend the machine has.
+//!
+//! A test named `ordering::x::cpu` is the body `x` of `contract/ordering.rs` on the CPU backend; `cpu_checked` is the
+//! same under `Checked`, `cuda` and `cuda_checked` run on the first GPU. Without a GPU those two pass with a word on
+//! standard error, unless `FOREBAY_REQUIRE_CUDA=1` is set: then they fail. The binary needs nothing but itself, so it
+//! can be carried to a GPU machine and run there, under compute-sanitizer too.
+//!
+//! What must be ordered is proved with delayed streams: the producer is held up by a spin kernel, so that a consumer
+//! that does not wait reads old bytes. Times are bounded from below only, and only where a duration is the contract.
 
+#![allow(clippy::print_stderr, reason = "a skipped backend must be seen by whoever reads the log")]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
+
+#[macro_use]
+#[path = "contract/bench.rs"]
+mod bench;
+
+#[path = "contract/adamw.rs"]
+mod adamw;
+#[path = "contract/checker.rs"]
+mod checker;
+#[path = "contract/copies.rs"]
+mod copies;
+#[path = "contract/failure.rs"]
+mod failure;
+#[path = "contract/fault.rs"]
+mod fault;
+#[path = "contract/fork.rs"]
+mod fork;
+#[path = "contract/kernels.rs"]
+mod kernels;
+#[path = "contract/memory.rs"]
+mod memory;
+#[path = "contract/opening.rs"]
+mod opening;
+#[path = "contract/ordering.rs"]
+mod ordering;
+#[path = "contract/slab.rs"]
+mod slab;
+#[path = "contract/step.rs"]
+mod step;

@@ -3,16 +3,18 @@
 //! The classes are Python's, so that they can have two bases, docstrings and a pickled form. Numbers travel as
 //! attributes. [`to_py`] has no `_` arm: a new error does not compile until someone has chosen its exception.
 
+use forebay::Error;
 use forebay::device::Error as Device;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyDict;
 
 /// The exception for `error`, not yet raised.
-pub(crate) fn to_py(py: Python<'_>, error: &forebay::Error) -> PyErr {
+pub(crate) fn to_py(py: Python<'_>, error: &Error) -> PyErr {
     let text = error.to_string();
     match error {
-        forebay::Error::Device(device) => device_to_py(py, device, &text),
+        Error::Device(device) => device_to_py(py, device, &text),
+        Error::InvalidOption { .. } | Error::PlanMismatch { .. } => plain(py, "OptionError", &text),
     }
 }
 

@@ -5,6 +5,7 @@
 use std::sync::mpsc;
 use std::time::Duration;
 
+use forebay::Error;
 use forebay::device::Error as Device;
 use pyo3::prelude::*;
 
@@ -33,7 +34,7 @@ pub(crate) fn _gil_is_released_for_test(py: Python<'_>) -> PyResult<bool> {
 #[pyfunction]
 pub(crate) fn _errors_for_test(py: Python<'_>) -> Vec<(String, Py<PyAny>)> {
     let text = || "sample".to_owned();
-    let samples = [
+    let devices = [
         Device::DeviceAbsent { device: text(), reason: text() },
         Device::DriverTooOld { found: 11_080, needed: 12_000 },
         Device::KernelsRefused { device: text(), log: text() },
@@ -50,13 +51,16 @@ pub(crate) fn _errors_for_test(py: Python<'_>) -> Vec<(String, Py<PyAny>)> {
         Device::Os { call: "sample", bytes: 3, errno: 12, text: text() },
         Device::Forked { device: text() },
     ];
-    samples
-        .into_iter()
-        .map(|device| {
-            let debug = format!("{device:?}");
-            let variant = debug.split([' ', '(']).next().unwrap_or_default().to_owned();
-            let exception = error::to_py(py, &device.into());
-            (variant, exception.into_value(py).into_any())
-        })
-        .collect()
+    let engine = [
+        Error::InvalidOption { option: "sample", value: text(), remedy: text() },
+        Error::PlanMismatch { tensor: text(), reason: text() },
+    ];
+    let samples = devices.map(Error::from).into_iter().chain(engine);
+    samples.map(|sample| (variant(&sample), error::to_py(py, &sample).into_value(py).into_any())).collect()
+}
+
+/// `PlanMismatch`, or `Device.Forked` for what came from the device.
+fn variant(error: &Error) -> String {
+    let debug = format!("{error:?}");
+    debug.split(' ').next().unwrap_or_default().replace('(', ".")
 }

@@ -1,0 +1,290 @@
+//! The checker itself: every unordered pair is refused with both names, and no ordered program is.
+
+use forebay_device::arith::AdamWHyper;
+use forebay_device::fault::{Call, Fault, Misbehaviour};
+use forebay_device::{AdamW, AdamWSegment, Checked, Dtype, Error, Kernel, Region, Result};
+
+use crate::bench::{Subject, refused};
+
+contract! {
+    checked:
+        two_writes_without_an_event_are_refused,
+        a_read_and_a_write_without_an_event_are_refused,
+        a_host_read_before_the_synchronize_is_refused,
+        a_host_write_under_a_fetch_is_refused,
+        every_operand_of_an_update_is_watched,
+        a_wait_for_an_older_mark_orders_nothing_newer,
+        a_wait_orders_what_comes_after_it_only,
+        order_passes_through_a_third_stream,
+        order_passes_through_the_host,
+        a_query_that_says_yes_orders,
+        two_reads_need_no_order,
+        disjoint_ranges_are_no_conflict,
+        a_refused_race_did_not_happen,
+        a_refused_call_leaves_no_trace;
+}
+
+/// The outcome is a race, and its text names both sides.
+fn race(outcome: Result<()>, names: [&str; 2]) {
+    match outcome {
+        Err(Error::Unordered { detail }) => {
+            assert!(names.iter().all(|name| detail.contains(name)), "{detail:?} does not name {names:?}");
+        }
+        other => panic!("{other:?} where {names:?} race"),
+    }
+}
+
+fn two_writes_without_an_event_are_refused(on: &Subject) {
+    let [one, two] = on.streams(["stream-one", "stream-two"]);
+    let buffer = on.alloc(1000).unwrap();
+    on.fill(&one, &buffer.all(), 1).unwrap();
+    race(on.fill(&two, &buffer.all(), 2), ["stream-one", "stream-two"]);
+    race(on.fill(&two, &buffer.region(999, 1).unwrap(), 2), ["stream-one", "stream-two"]);
+    on.fill(&one, &buffer.all(), 3).unwrap();
+    on.finish(&one).unwrap();
+    on.fill(&two, &buffer.all(), 4).unwrap();
+    on.finish(&two).unwrap();
+    assert_eq!(on.download(&buffer.all()), vec![4; 1000]);
+}
+
+fn a_read_and_a_write_without_an_event_are_refused(on: &Subject) {
+    let [reader, writer] = on.streams(["the-reader", "the-writer"]);
+    let (buffer, host) = (on.upload(&[1; 1000]), on.pinned(1000));
+    on.copy(&reader, &buffer.all(), &host).unwrap();
+    race(on.fill(&writer, &buffer.all(), 2), ["the-reader", "the-writer"]);
+    on.finish(&reader).unwrap();
+    on.fill(&writer, &buffer.all(), 2).unwrap();
+    race(on.copy(&reader, &buffer.all(), &host), ["the-reader", "the-writer"]);
+    on.finish(&writer).unwrap();
+    on.copy(&reader, &buffer.all(), &host).unwrap();
+    on.finish(&reader).unwrap();
+    assert_eq!(on.host_bytes(&host), vec![2; 1000]);
+}
+
+fn a_host_read_before_the_synchronize_is_refused(on: &Subject) {
+    let [store] = on.streams(["the-store"]);
+    let stored = on.event().unwrap();
+    let (buffer, host) = (on.upload(&[7; 100]), on.pinned(100));
+    let mut bytes = [0; 100];
+    on.copy(&store, &buffer.all(), &host).unwrap();
+    race(on.read(&host, &mut bytes), ["the-store", "the host"]);
+    on.record(&stored, &store).unwrap();
+    race(on.read(&host, &mut bytes), ["the-store", "the host"]);
+    assert_eq!(bytes, [0; 100], "a refused read read");
+    on.synchronize(&stored).unwrap();
+    on.read(&host, &mut bytes).unwrap();
+    assert_eq!(bytes, [7; 100]);
+}
+
+fn a_host_write_under_a_fetch_is_refused(on: &Subject) {
+    let [fetch] = on.streams(["the-fetch"]);
+    let (buffer, host) = (on.alloc(100).unwrap(), on.pinned(100));
+    on.write(&[1; 100], &host).unwrap();
+    on.copy(&fetch, &host, &buffer.all()).unwrap();
+    race(on.write(&[2; 100], &host), ["the-fetch", "the host"]);
+    on.finish(&fetch).unwrap();
+    on.write(&[3; 100], &host).unwrap();
+    assert_eq!(on.download(&buffer.all()), vec![1; 100]);
+}
+
+fn every_operand_of_an_update_is_watched(on: &Subject) {
+    let scalars = [AdamWHyper::default().at_step(1)];
+    let operands: Vec<Region> = (0..8).map(|_| on.upload(&[0; 4]).all()).collect();
+    let at = |i: usize| operands[i].clone();
+    let segments = [AdamWSegment {
+        param: at(0),
+        param_dtype: Dtype::F32,
+        grad: at(1),
+        grad_dtype: Dtype::F32,
+        exp_avg: at(2),
+        exp_avg_sq: at(3),
+        max_exp_avg_sq: Some(at(4)),
+        master: Some(at(5)),
+        scalars: 0,
+    }];
+    let step = AdamW { segments: &segments, scalars: &scalars, grad_scale: Some(at(6)), skip: Some(at(7)) };
+    let host = on.pinned(4);
+    for (i, operand) in operands.iter().enumerate() {
+        let [update, other] = on.streams(["the-update", "the-other"]);
+        on.fill(&other, operand, 0).unwrap();
+        race(on.launch(&update, &Kernel::AdamW(step.clone())), ["the-update", "the-other"]);
+        on.finish(&other).unwrap();
+        on.launch(&update, &Kernel::AdamW(step.clone())).unwrap();
+        race(on.fill(&other, operand, 0), ["the-update", "the-other"]);
+        let read = on.copy(&other, operand, &host);
+        if [1, 6, 7].contains(&i) {
+            read.unwrap();
+        } else {
+            race(read, ["the-update", "the-other"]);
+        }
+        on.finish(&update).unwrap();
+        on.finish(&other).unwrap();
+    }
+    let [one, two] = on.streams(["one", "two"]);
+    let count = on.upload(&[0; 8]).all();
+    on.fill(&one, &at(0), 0).unwrap();
+    let compare = Kernel::CountDifferences { a: at(1), b: at(0), count: count.clone() };
+    race(on.launch(&two, &compare), ["one", "two"]);
+    on.finish(&one).unwrap();
+    on.launch(&two, &compare).unwrap();
+    race(on.copy(&one, &count.slice(0, 4).unwrap(), &host), ["one", "two"]);
+    on.finish(&two).unwrap();
+}
+
+fn a_wait_for_an_older_mark_orders_nothing_newer(on: &Subject) {
+    let [one, two] = on.streams(["one", "two"]);
+    let event = on.event().unwrap();
+    let buffer = on.alloc(64).unwrap();
+    on.record(&event, &one).unwrap();
+    on.fill(&one, &buffer.all(), 1).unwrap();
+    on.wait(&two, &event).unwrap();
+    race(on.fill(&two, &buffer.all(), 2), ["one", "two"]);
+    on.synchronize(&event).unwrap();
+    race(on.fill(&two, &buffer.all(), 2), ["one", "two"]);
+    on.record(&event, &one).unwrap();
+    race(on.fill(&two, &buffer.all(), 2), ["one", "two"]);
+    on.wait(&two, &event).unwrap();
+    on.fill(&two, &buffer.all(), 2).unwrap();
+    on.finish(&two).unwrap();
+}
+
+fn a_wait_orders_what_comes_after_it_only(on: &Subject) {
+    let [one, two] = on.streams(["one", "two"]);
+    let event = on.event().unwrap();
+    let (early, late) = (on.alloc(64).unwrap(), on.alloc(64).unwrap());
+    on.fill(&two, &early.all(), 1).unwrap();
+    on.fill(&one, &late.all(), 1).unwrap();
+    on.record(&event, &one).unwrap();
+    on.wait(&two, &event).unwrap();
+    on.fill(&two, &late.all(), 2).unwrap();
+    race(on.fill(&one, &early.all(), 2), ["one", "two"]);
+    on.finish(&two).unwrap();
+}
+
+fn order_passes_through_a_third_stream(on: &Subject) {
+    let [a, b, c] = on.streams(["a", "b", "c"]);
+    let [from_a, from_b] = on.events();
+    let (buffer, host) = (on.upload(&[1; 3000]), on.pinned(3000));
+    on.spin(&a, 20);
+    on.fill(&a, &buffer.all(), 2).unwrap();
+    on.record(&from_a, &a).unwrap();
+    on.wait(&b, &from_a).unwrap();
+    on.record(&from_b, &b).unwrap();
+    on.wait(&c, &from_b).unwrap();
+    on.copy(&c, &buffer.all(), &host).unwrap();
+    on.finish(&c).unwrap();
+    assert_eq!(on.host_bytes(&host), vec![2; 3000]);
+    on.write(&[0; 3000], &host).unwrap();
+    // The host has seen the end of c, and through it that of a.
+    on.fill(&b, &buffer.all(), 3).unwrap();
+    on.finish(&b).unwrap();
+}
+
+fn order_passes_through_the_host(on: &Subject) {
+    let [a, b] = on.streams(["a", "b"]);
+    let done = on.event().unwrap();
+    let (buffer, host) = (on.upload(&[1; 3000]), on.pinned(3000));
+    on.spin(&a, 20);
+    on.fill(&a, &buffer.all(), 2).unwrap();
+    on.record(&done, &a).unwrap();
+    on.synchronize(&done).unwrap();
+    on.copy(&b, &buffer.all(), &host).unwrap();
+    on.finish(&b).unwrap();
+    assert_eq!(on.host_bytes(&host), vec![2; 3000]);
+    on.write(&[5; 3000], &host).unwrap();
+    on.copy(&a, &host, &buffer.all()).unwrap();
+    on.finish(&a).unwrap();
+}
+
+fn a_query_that_says_yes_orders(on: &Subject) {
+    let [a, b] = on.streams(["a", "b"]);
+    let done = on.event().unwrap();
+    let buffer = on.alloc(64).unwrap();
+    on.fill(&a, &buffer.all(), 1).unwrap();
+    on.record(&done, &a).unwrap();
+    while !on.query(&done).unwrap() {
+        std::thread::yield_now();
+    }
+    on.fill(&b, &buffer.all(), 2).unwrap();
+    on.finish(&b).unwrap();
+}
+
+fn two_reads_need_no_order(on: &Subject) {
+    let [a, b] = on.streams(["a", "b"]);
+    let (buffer, source) = (on.upload(&[9; 64]), on.pinned(64));
+    let (into_a, into_b, slot_a, slot_b) =
+        (on.pinned(64), on.pinned(64), on.alloc(64).unwrap(), on.alloc(64).unwrap());
+    on.copy(&a, &buffer.all(), &into_a).unwrap();
+    on.copy(&b, &buffer.all(), &into_b).unwrap();
+    on.copy(&a, &source, &slot_a.all()).unwrap();
+    on.copy(&b, &source, &slot_b.all()).unwrap();
+    assert_eq!(on.host_bytes(&source), vec![0; 64]);
+    on.finish(&a).unwrap();
+    // One reader has ended, the other has not.
+    race(on.write(&[1; 64], &source), ["copy on b", "the host"]);
+    on.finish(&b).unwrap();
+    on.write(&[1; 64], &source).unwrap();
+    assert_eq!((on.host_bytes(&into_a), on.host_bytes(&into_b)), (vec![9; 64], vec![9; 64]));
+}
+
+fn disjoint_ranges_are_no_conflict(on: &Subject) {
+    let [a, b] = on.streams(["a", "b"]);
+    let buffer = on.alloc(1000).unwrap();
+    let part = |offset, len| buffer.region(offset, len).unwrap();
+    on.fill(&a, &part(0, 500), 1).unwrap();
+    on.fill(&b, &part(500, 500), 2).unwrap();
+    on.fill(&b, &part(250, 0), 2).unwrap();
+    race(on.fill(&b, &part(499, 2), 2), ["on a", "on b"]);
+    race(on.fill(&a, &part(100, 401), 2), ["on a", "on b"]);
+    on.finish(&a).unwrap();
+    on.finish(&b).unwrap();
+    let bytes = on.download(&buffer.all());
+    assert!(bytes[..500].iter().all(|&b| b == 1) && bytes[500..].iter().all(|&b| b == 2));
+}
+
+fn a_refused_race_did_not_happen(on: &Subject) {
+    let [a, b] = on.streams(["a", "b"]);
+    let (buffer, other, host) = (on.upload(&[1; 64]), on.upload(&[4; 64]), on.pinned(64));
+    on.copy(&a, &buffer.all(), &host).unwrap();
+    race(on.copy(&b, &other.all(), &buffer.all()), ["on a", "on b"]);
+    on.finish(&a).unwrap();
+    // Only `b` read `other`, and it did not.
+    on.fill(&a, &other.all(), 5).unwrap();
+    on.finish(&a).unwrap();
+    assert_eq!((on.download(&buffer.all()), on.download(&other.all())), (vec![1; 64], vec![5; 64]));
+}
+
+/// A call that returns an error did nothing, so it can be in nobody's way.
+fn a_refused_call_leaves_no_trace(on: &Subject) {
+    let fault = Fault::wrap(on.kind.open(None));
+    let on = Subject::wrapping(Checked::wrap(fault.clone()), on.kind);
+    let [a, b] = on.streams(["a", "b"]);
+    let (buffer, host) = (on.alloc(64).unwrap(), on.pinned(64));
+    refused(on.copy(&a, &host, &buffer.region(0, 63).unwrap()));
+    on.fill(&b, &buffer.all(), 1).unwrap();
+    on.finish(&b).unwrap();
+
+    refused(on.launch(&a, &Kernel::Uniform { dst: buffer.all(), seed: 0, low: 1.0, high: 0.0 }));
+    refused(on.write(&[0; 63], &host));
+    refused(on.read(&host, &mut [0; 63]));
+    on.copy(&b, &buffer.all(), &host).unwrap();
+    on.finish(&b).unwrap();
+
+    fault.on(Call::Copy, 0, Misbehaviour::Fail);
+    on.copy(&a, &buffer.all(), &host).unwrap_err();
+    fault.on(Call::Launch, 0, Misbehaviour::Fail);
+    on.fill(&a, &buffer.all(), 3).unwrap_err();
+    assert_eq!(on.host_bytes(&host), vec![1; 64]);
+    on.fill(&b, &buffer.all(), 2).unwrap();
+
+    // A wait that was not made orders nothing, and an event that was not recorded marks nothing.
+    let [made, failed] = on.events();
+    on.record(&made, &b).unwrap();
+    fault.on(Call::Wait, 0, Misbehaviour::Fail);
+    on.wait(&a, &made).unwrap_err();
+    race(on.fill(&a, &buffer.all(), 3), ["on a", "on b"]);
+    fault.on(Call::Record, 0, Misbehaviour::Fail);
+    on.record(&failed, &b).unwrap_err();
+    assert!(matches!(on.wait(&a, &failed), Err(Error::Unordered { .. })));
+    on.finish(&b).unwrap();
+}

@@ -1,0 +1,362 @@
+//! Fetch, update, store: three streams, a ring of slots, and events between them.
+//!
+//! ```text
+//! host state ==fetch==> [slot] ==update==> [same slot] ==store==> host state
+//!            stream F            caller's stream            stream S
+//! ```
+//!
+//! Each arrow takes a slot by value and hands it on as [`InFlight`], with the event that ends the arrow. What the events
+//! order:
+//! - an update waits for its slot's fetch, and a store for its slot's update;
+//! - a slot is fetched into again after its store has ended: [`Pipeline::acquire`] waits for that on the host, so at
+//!   most as many chunks as there are slots are ever queued, and small copies of others are not stuck behind them;
+//! - bytes of the host are fetched again after their last store has ended: the fetch stream waits for it.
+//!
+//! A slot that is dropped on the way, because something failed, goes back to the ring with the event that ends
+//! whatever was accepted of its work. Nothing is allocated after [`Pipeline::new`].
+
+mod in_flight;
+mod ring;
+
+use std::sync::Arc;
+
+use forebay_device::{Buffer, Device, Event, Region, SharedDevice, Stream};
+use serde::Serialize;
+
+pub use in_flight::InFlight;
+use ring::{Fence, Ring};
+
+use crate::error::Result;
+use crate::pool::{Lease, Pool};
+use crate::sync::{Mutex, lock};
+use crate::trace::{Span, Stage, Trace};
+
+/// The three streams' worth of machinery, over one ring.
+#[derive(Debug)]
+pub struct Pipeline {
+    fetch: Stream,
+    store: Stream,
+    shared: Arc<Shared>,
+}
+
+/// What slots refer to; they may outlive the pipeline.
+#[derive(Debug)]
+struct Shared {
+    device: SharedDevice,
+    ring: Ring<usize, EventFence>,
+    slots: Vec<SlotRecord>,
+    epoch: Event,
+    books: Mutex<Books>,
+    _memory: Lease<Buffer>,
+}
+
+#[derive(Debug)]
+struct SlotRecord {
+    region: Region,
+    /// Begin and end of each stage, in the order of [`Stage::ALL`].
+    marks: [[Event; 2]; 3],
+    passage: Mutex<Option<Passage>>,
+}
+
+/// The last trip of a chunk through a slot, from its store until its times were read.
+#[derive(Debug, Clone)]
+struct Passage {
+    run: u64,
+    chunk: u32,
+    payload_bytes: u64,
+    stored: Vec<Region>,
+}
+
+#[derive(Debug)]
+struct EventFence {
+    device: SharedDevice,
+    event: Event,
+}
+
+impl Fence for EventFence {
+    fn reached(&self) -> Result<bool> {
+        Ok(self.device.query(&self.event)?)
+    }
+    fn wait(&self) -> Result<()> {
+        Ok(self.device.synchronize(&self.event)?)
+    }
+}
+
+/// What one run through the pipeline did. Bytes are payload, each way.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct RunStats {
+    /// Chunks that went through.
+    pub chunks: u64,
+    /// Bytes fetched.
+    pub fetch_bytes: u64,
+    /// Bytes stored.
+    pub store_bytes: u64,
+    /// Sum of the fetches' times.
+    pub fetch_ns: u64,
+    /// Sum of the updates' times.
+    pub update_ns: u64,
+    /// Sum of the stores' times.
+    pub store_ns: u64,
+    /// How often the host waited for a slot.
+    pub stalls: u64,
+    /// How long it waited in all.
+    pub stall_ns: u64,
+}
+
+#[derive(Debug, Default)]
+struct Books {
+    run: u64,
+    stats: RunStats,
+    trace: Trace,
+}
+
+/// A fixed part of the ring's memory, owned until dropped.
+#[derive(Debug)]
+pub struct Slot {
+    index: usize,
+    /// The event that ends the work accepted so far; none while the device has not touched it.
+    busy: Option<Event>,
+    shared: Arc<Shared>,
+}
+
+impl Slot {
+    /// Its memory on the device.
+    pub fn region(&self) -> &Region {
+        &self.shared.slots[self.index].region
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        let fence = self.busy.take().map(|event| EventFence { device: self.shared.device.clone(), event });
+        self.shared.ring.release(self.index, fence);
+    }
+}
+
+impl Pipeline {
+    /// Allocates the ring, the streams and the events.
+    pub fn new(pool: &Pool, slots: usize, slot_bytes: u64) -> Result<Self> {
+        let device = pool.device().clone();
+        let memory = pool.device_buffer("slot ring", slot_bytes * slots as u64)?;
+        let mark = || -> Result<[Event; 2]> { Ok([device.event()?, device.event()?]) };
+        let records = (0..slots)
+            .map(|i| {
+                Ok(SlotRecord {
+                    region: memory.region(i as u64 * slot_bytes, slot_bytes)?,
+                    marks: [mark()?, mark()?, mark()?],
+                    passage: Mutex::new(None),
+                })
+            })
+            .collect::<Result<Vec<_>>>()?;
+        let (fetch, store, epoch) = (device.stream("fetch")?, device.stream("store")?, device.event()?);
+        let shared = Shared {
+            ring: Ring::new(0..slots),
+            slots: records,
+            epoch,
+            books: Mutex::default(),
+            _memory: memory,
+            device,
+        };
+        Ok(Self { fetch, store, shared: Arc::new(shared) })
+    }
+
+    /// The device it runs on.
+    pub fn device(&self) -> &SharedDevice {
+        &self.shared.device
+    }
+
+    /// Slots that nobody owns; all of them between runs.
+    pub fn idle_slots(&self) -> usize {
+        self.shared.ring.idle()
+    }
+
+    /// Keeps the spans of the next runs, at most so many for each. A traced run begins only after the one before has
+    /// ended, so that their times have one origin.
+    pub fn set_trace(&self, spans: usize) {
+        lock(&self.shared.books).trace = Trace::with_capacity(spans);
+    }
+
+    /// Begins a run: statistics start from zero.
+    pub fn begin(&self) -> Result<()> {
+        let traced = !self.shared.is_untraced();
+        if traced {
+            self.drain()?;
+            self.device().record(&self.shared.epoch, &self.fetch)?;
+        }
+        let mut books = lock(&self.shared.books);
+        books.run += 1;
+        books.stats = RunStats::default();
+        books.trace.clear();
+        Ok(())
+    }
+
+    /// Takes the slot whose store ends first, waiting for that store on the host if need be.
+    pub fn acquire(&self) -> Result<Slot> {
+        let (index, stall) = self.shared.ring.acquire()?;
+        // From here on a failure gives the slot back.
+        let slot = Slot { index, busy: None, shared: self.shared.clone() };
+        self.shared.harvest(index)?;
+        let mut books = lock(&self.shared.books);
+        books.stats.stalls += u64::from(stall.waited);
+        books.stats.stall_ns += stall.time.as_nanos() as u64;
+        drop(books);
+        Ok(slot)
+    }
+
+    /// Copies regions of the host into parts of the slot: `to` gives offset and length of each.
+    pub fn fetch(&self, slot: Slot, from: &[Region], to: &[(u64, u64)]) -> Result<InFlight<Slot>> {
+        for stored in self.shared.stores_of(from) {
+            self.device().wait(&self.fetch, &stored)?;
+        }
+        slot.stage(&self.fetch, Stage::Fetch, |device, memory| {
+            from.iter().zip(to).try_for_each(|(from, &(offset, len))| {
+                Ok(device.copy(&self.fetch, from, &memory.slice(offset, len)?)?)
+            })
+        })
+    }
+
+    /// Runs work on the slot's memory on the caller's stream, after its fetch.
+    pub fn update(
+        &self,
+        slot: InFlight<Slot>,
+        compute: &Stream,
+        work: impl FnOnce(&dyn Device, &Region) -> Result<()>,
+    ) -> Result<InFlight<Slot>> {
+        slot.on(&**self.device(), compute)?.stage(compute, Stage::Update, work)
+    }
+
+    /// Copies parts of the slot back to the host, after its update. `chunk` and `payload_bytes` are for the books.
+    pub fn store(
+        &self,
+        slot: InFlight<Slot>,
+        from: &[(u64, u64)],
+        to: &[Region],
+        chunk: usize,
+        payload_bytes: u64,
+    ) -> Result<InFlight<Slot>> {
+        let slot = slot.on(&**self.device(), &self.store)?;
+        let run = lock(&self.shared.books).run;
+        // Noted before the copies are submitted: those that are accepted must be found even when a later one is refused.
+        let passage = Passage { run, chunk: chunk as u32, payload_bytes, stored: to.to_vec() };
+        *lock(&self.shared.slots[slot.index].passage) = Some(passage);
+        slot.stage(&self.store, Stage::Store, |device, memory| {
+            from.iter()
+                .zip(to)
+                .try_for_each(|(&(offset, len), to)| Ok(device.copy(&self.store, &memory.slice(offset, len)?, to)?))
+        })
+    }
+
+    /// Gives a slot back to the ring with the event that ends its use.
+    pub fn release(&self, slot: InFlight<Slot>) {
+        let (mut slot, done) = slot.into_parts();
+        slot.busy = Some(done);
+    }
+
+    /// Blocks until the stores under way into a region have ended; other stores go on.
+    pub fn settle(&self, region: &Region) -> Result<()> {
+        for stored in self.shared.stores_of(std::slice::from_ref(region)) {
+            self.device().synchronize(&stored)?;
+        }
+        Ok(())
+    }
+
+    /// Blocks until every store has ended, and completes the books.
+    pub fn drain(&self) -> Result<()> {
+        for (index, slot) in self.shared.slots.iter().enumerate() {
+            if lock(&slot.passage).is_some() {
+                self.device().synchronize(&slot.marks[2][1])?;
+                self.shared.harvest(index)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// What the run did so far; complete after [`Self::drain`].
+    pub fn stats(&self) -> RunStats {
+        lock(&self.shared.books).stats
+    }
+
+    /// The spans of the run; complete after [`Self::drain`].
+    pub fn trace(&self) -> Trace {
+        lock(&self.shared.books).trace.clone()
+    }
+}
+
+impl Slot {
+    /// Runs one stage on the slot and makes its end the slot's fence.
+    fn stage(
+        mut self,
+        stream: &Stream,
+        stage: Stage,
+        work: impl FnOnce(&dyn Device, &Region) -> Result<()>,
+    ) -> Result<InFlight<Self>> {
+        let shared = self.shared.clone();
+        let (device, record) = (&*shared.device, &shared.slots[self.index]);
+        let [begin, end] = &record.marks[stage as usize];
+        device.record(begin, stream)?;
+        let outcome = work(device, &record.region);
+        // Whatever was accepted uses the slot until here, also when the rest was refused. A refused record is tried
+        // once more: without it the slot would go back while work on it may still be running.
+        let recorded = device.record(end, stream).or_else(|error| device.record(end, stream).and(Err(error)));
+        self.busy = Some(end.clone());
+        outcome?;
+        recorded?;
+        Ok(InFlight::new(self, end.clone()))
+    }
+}
+
+impl Shared {
+    fn is_untraced(&self) -> bool {
+        lock(&self.books).trace.is_off()
+    }
+
+    /// The ends of stores under way into any of these regions.
+    fn stores_of(&self, regions: &[Region]) -> Vec<Event> {
+        let touches = |passage: &Passage| {
+            passage.stored.iter().any(|stored| regions.iter().any(|region| region.overlaps(stored)))
+        };
+        self.slots
+            .iter()
+            .filter(|slot| lock(&slot.passage).as_ref().is_some_and(touches))
+            .map(|slot| slot.marks[2][1].clone())
+            .collect()
+    }
+
+    /// Reads the times of a slot's last passage, which has ended, into the books.
+    fn harvest(&self, index: usize) -> Result<()> {
+        let slot = &self.slots[index];
+        let Some(passage) = lock(&slot.passage).take() else { return Ok(()) };
+        let mut times = [0; 3];
+        for (time, [begin, end]) in times.iter_mut().zip(&slot.marks) {
+            // A passage that broke off has no times worth keeping; what broke it was told where it happened.
+            let Ok(elapsed) = self.device.elapsed_ns(begin, end) else { return Ok(()) };
+            *time = elapsed;
+        }
+        let mut books = lock(&self.books);
+        if books.run != passage.run {
+            return Ok(());
+        }
+        let stats = &mut books.stats;
+        stats.chunks += 1;
+        stats.fetch_bytes += passage.payload_bytes;
+        stats.store_bytes += passage.payload_bytes;
+        stats.fetch_ns += times[0];
+        stats.update_ns += times[1];
+        stats.store_ns += times[2];
+        if books.trace.is_off() {
+            return Ok(());
+        }
+        for ((stage, time), [begin, _]) in Stage::ALL.into_iter().zip(times).zip(&slot.marks) {
+            let start_ns = self.device.elapsed_ns(&self.epoch, begin)?;
+            books.trace.push(Span {
+                stage,
+                chunk: passage.chunk,
+                slot: index as u32,
+                start_ns,
+                end_ns: start_ns + time,
+                bytes: passage.payload_bytes,
+            });
+        }
+        Ok(())
+    }
+}

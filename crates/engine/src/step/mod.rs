@@ -1,0 +1,191 @@
+//! The streamed AdamW step: state on the host, updated chunk by chunk through the ring.
+
+mod state;
+
+use std::sync::Arc;
+
+use forebay_device::arith::AdamWScalars;
+use forebay_device::{AdamW, AdamWSegment, Dtype, Kernel, Region, Stream};
+
+pub use state::HostState;
+
+use crate::error::{Error, Result};
+use crate::pipeline::{Pipeline, RunStats};
+use crate::plan::{Chunk, Segment, StateKind, StepPlan};
+use crate::pool::Pool;
+use crate::trace::Trace;
+
+/// A parameter and its gradient at one step, both on the device.
+#[derive(Debug, Clone)]
+pub struct Binding {
+    /// The parameter's elements.
+    pub param: Region,
+    /// Their type.
+    pub param_dtype: Dtype,
+    /// The gradient's elements and their type. Without one the parameter and its state stay as they are.
+    pub grad: Option<(Region, Dtype)>,
+    /// Which set of scalars applies.
+    pub scalars: u32,
+}
+
+/// What applies to all tensors of one step.
+#[derive(Debug, Clone, Default)]
+pub struct StepInputs<'a> {
+    /// The hyper-parameter sets at this step.
+    pub scalars: &'a [AdamWScalars],
+    /// An f32 on the device that every gradient is multiplied with.
+    pub grad_scale: Option<Region>,
+    /// An f32 on the device; where it is not zero, nothing changes.
+    pub skip: Option<Region>,
+}
+
+/// AdamW with its state on the host.
+#[derive(Debug)]
+pub struct StreamedAdamW {
+    plan: Arc<StepPlan>,
+    state: HostState,
+    pipeline: Pipeline,
+}
+
+impl StreamedAdamW {
+    /// Pins the state, zeroed, and allocates the ring.
+    pub fn new(pool: &Pool, plan: Arc<StepPlan>) -> Result<Self> {
+        let options = plan.options();
+        let pipeline = Pipeline::new(pool, options.slots, options.slot_bytes)?;
+        let state = HostState::new(pool, plan.clone())?;
+        Ok(Self { plan, state, pipeline })
+    }
+
+    /// The plan it follows.
+    pub fn plan(&self) -> &StepPlan {
+        &self.plan
+    }
+
+    /// The state on the host. Read it after [`Self::settle`] or [`Self::synchronize`].
+    pub fn state(&self) -> &HostState {
+        &self.state
+    }
+
+    /// The pipeline, for its statistics, its trace and its slots.
+    pub fn pipeline(&self) -> &Pipeline {
+        &self.pipeline
+    }
+
+    /// Updates every tensor that has a gradient, on `compute`, and returns when the last update has been submitted; at
+    /// most as many stores as there are slots are then still under way.
+    pub fn step(&self, tensors: &[Binding], inputs: &StepInputs<'_>, compute: &Stream) -> Result<()> {
+        self.check(tensors)?;
+        self.pipeline.begin()?;
+        for (index, chunk) in self.plan.chunks().iter().enumerate() {
+            let segments = self.plan.segments(chunk);
+            let payload_bytes = self.payload_bytes(chunk, segments, tensors);
+            if payload_bytes == 0 {
+                continue;
+            }
+            let (host, parts) = (self.state.chunk(chunk)?, self.state.parts(chunk));
+            let slot = self.pipeline.acquire()?;
+            let slot = self.pipeline.fetch(slot, &host, &parts)?;
+            let slot = self.pipeline.update(slot, compute, |device, memory| {
+                let segments = self.bind(chunk, segments, tensors, memory)?;
+                let (grad_scale, skip) = (inputs.grad_scale.clone(), inputs.skip.clone());
+                let step = AdamW { segments: &segments, scalars: inputs.scalars, grad_scale, skip };
+                Ok(device.launch(compute, &Kernel::AdamW(step))?)
+            })?;
+            let slot = self.pipeline.store(slot, &parts, &host, index, payload_bytes)?;
+            self.pipeline.release(slot);
+        }
+        Ok(())
+    }
+
+    /// Blocks until a tensor's stores have ended; others go on.
+    pub fn settle(&self, tensor: usize) -> Result<()> {
+        for kind in &self.plan.tensors()[tensor].kinds {
+            if let Some(region) = self.state.tensor(tensor, *kind)? {
+                self.pipeline.settle(&region)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Blocks until all stores have ended and returns the statistics of the last step.
+    pub fn synchronize(&self) -> Result<RunStats> {
+        self.pipeline.drain()?;
+        Ok(self.pipeline.stats())
+    }
+
+    /// The spans of the last step, after [`Self::synchronize`].
+    pub fn trace(&self) -> Trace {
+        self.pipeline.trace()
+    }
+
+    /// Refuses tensors that are not the planned ones, before anything is touched.
+    fn check(&self, tensors: &[Binding]) -> Result<()> {
+        let planned = self.plan.tensors();
+        if tensors.len() != planned.len() {
+            return Err(Error::PlanMismatch {
+                tensor: format!("a list of {} tensors", tensors.len()),
+                reason: format!("{} were planned", planned.len()),
+            });
+        }
+        for (binding, spec) in tensors.iter().zip(planned) {
+            let mismatch = |reason: String| Err(Error::PlanMismatch { tensor: spec.name.clone(), reason });
+            let param = binding.param.bytes() / binding.param_dtype.bytes();
+            if param != spec.elements {
+                return mismatch(format!("{param} elements where {} were planned", spec.elements));
+            }
+            if let Some((grad, dtype)) = &binding.grad
+                && grad.bytes() / dtype.bytes() != spec.elements
+            {
+                return mismatch(format!(
+                    "a gradient of {} elements for {}",
+                    grad.bytes() / dtype.bytes(),
+                    spec.elements
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Bytes of state in a chunk that belong to tensors with a gradient.
+    fn payload_bytes(&self, chunk: &Chunk, segments: &[Segment], tensors: &[Binding]) -> u64 {
+        let width = self.plan.buckets()[chunk.bucket].kinds.len() as u64 * crate::plan::STATE_BYTES;
+        segments.iter().filter(|s| tensors[s.tensor].grad.is_some()).map(|s| s.elements * width).sum()
+    }
+
+    /// The segments of a chunk with their memory: parameter, gradient and the state in the slot.
+    fn bind(
+        &self,
+        chunk: &Chunk,
+        segments: &[Segment],
+        tensors: &[Binding],
+        memory: &Region,
+    ) -> Result<Vec<AdamWSegment>> {
+        let mut bound = Vec::with_capacity(segments.len());
+        for segment in segments {
+            let binding = &tensors[segment.tensor];
+            let Some((grad, grad_dtype)) = &binding.grad else { continue };
+            let part =
+                |region: &Region, width: u64| region.slice(segment.tensor_offset * width, segment.elements * width);
+            let state =
+                |kind: StateKind| -> Result<Option<Region>> { self.state.in_slot(chunk, segment, kind, memory) };
+            let needed = |kind: StateKind| -> Result<Region> {
+                state(kind)?.ok_or_else(|| Error::PlanMismatch {
+                    tensor: self.plan.tensors()[segment.tensor].name.clone(),
+                    reason: format!("AdamW needs {kind:?}"),
+                })
+            };
+            bound.push(AdamWSegment {
+                param: part(&binding.param, binding.param_dtype.bytes())?,
+                param_dtype: binding.param_dtype,
+                grad: part(grad, grad_dtype.bytes())?,
+                grad_dtype: *grad_dtype,
+                exp_avg: needed(StateKind::ExpAvg)?,
+                exp_avg_sq: needed(StateKind::ExpAvgSq)?,
+                max_exp_avg_sq: state(StateKind::MaxExpAvgSq)?,
+                master: state(StateKind::Master)?,
+                scalars: binding.scalars,
+            });
+        }
+        Ok(bound)
+    }
+}
