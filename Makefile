@@ -117,7 +117,7 @@ requirements: $(DEPS) ## write requirements.txt from requirements.in
 .PHONY: clean
 clean: ## remove everything that these targets make
 	rm -rf $(TARGET) $(VENV) .tools dist out .pytest_cache .mypy_cache .ruff_cache
-	find python tests -name __pycache__ -prune -exec rm -rf {} +
+	find $(PY_SOURCES) -name __pycache__ -prune -exec rm -rf {} +
 
 # uv does not read pip's configuration files; where only those lead to a registry, pip itself still works.
 $(DEPS):

@@ -1,2 +1,145 @@
-//! The forebay command.
-fn main() {}
+//! The `forebay` command.
+//!
+//! Results go to standard output, progress and errors to standard error. Exit codes: 0 done, 1 it failed or a check did
+//! not hold, 2 wrong options.
+
+mod options;
+mod output;
+mod progress;
+mod tables;
+
+use std::process::ExitCode;
+
+use clap::Parser as _;
+use forebay::device::{CpuDevice, CpuOptions, LinkOptions, SharedDevice, open, open_default};
+use forebay::measure::{Model, ProbeOptions, StepBenchOptions, bench_step, probe};
+use forebay::{Error, device};
+use serde::Serialize;
+
+use options::{Bench, Cli, Command, DeviceChoice, StepArgs};
+use output::{Json, emit, fail};
+use progress::Bar;
+
+fn main() -> ExitCode {
+    let outcome = match Cli::try_parse() {
+        Ok(Cli { command: Command::Probe { device, json } }) => run_probe(&device, &json),
+        Ok(Cli { command: Command::Bench { bench: Bench::Step(args) } }) => run_bench_step(&args),
+        Err(error) => return output::usage(&error),
+    };
+    outcome.unwrap_or_else(|failure| fail(&failure))
+}
+
+/// Why a command did not finish.
+enum Failure {
+    Engine(Error),
+    Write { path: String, error: std::io::Error },
+}
+
+impl<E: Into<Error>> From<E> for Failure {
+    fn from(error: E) -> Self {
+        Self::Engine(error.into())
+    }
+}
+
+fn open_device(choice: &DeviceChoice) -> Result<SharedDevice, Failure> {
+    let Some(gbps) = choice.link_gbps else {
+        return Ok(match &choice.device {
+            Some(name) => open(name)?,
+            None => open_default(None)?,
+        });
+    };
+    if choice.device.as_deref().is_some_and(|name| name != "cpu") {
+        return Err(Failure::Engine(Error::InvalidOption {
+            option: "--link-gbps",
+            value: gbps.to_string(),
+            remedy: "only the CPU backend has a simulated link; add --device cpu or leave it out".to_owned(),
+        }));
+    }
+    let rate = gbps * 1e9;
+    let link = LinkOptions { fetch_bytes_per_s: rate, store_bytes_per_s: rate, duplex: !choice.link_shared };
+    Ok(CpuDevice::open(CpuOptions { link: Some(link), ..CpuOptions::default() })?)
+}
+
+fn run_probe(choice: &DeviceChoice, json: &Json) -> Result<ExitCode, Failure> {
+    let device = open_device(choice)?;
+    let options = ProbeOptions::for_backend(device.info().backend);
+    let mut bar = Bar::new();
+    let result = probe(&device, &options, &mut bar)?;
+    drop(bar);
+    report(json, &result, || tables::probe(&result))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn run_bench_step(args: &StepArgs) -> Result<ExitCode, Failure> {
+    let device = open_device(&args.device)?;
+    let model = match (&args.model, args.params) {
+        (Some(name), _) => Model::named(name)?,
+        (None, Some(params)) => Model::synthetic(params)?,
+        (None, None) => StepBenchOptions::default_model(device.info().backend)?,
+    };
+    refuse_what_cannot_fit(&device, &model)?;
+    let mut options = StepBenchOptions::new(model);
+    options.slot_bytes = args.chunk_bytes;
+    options.slots = args.slots;
+    options.steps = args.steps;
+    options.trace = args.trace.is_some();
+    let mut bar = Bar::new();
+    let result = bench_step(&device, &options, &mut bar)?;
+    drop(bar);
+    report(&args.json, &result, || tables::step(&result))?;
+    if let (Some(path), Some(trace)) = (&args.trace, &result.trace) {
+        write(path, &trace.chrome_events())?;
+        if !args.json.to_stdout() {
+            emit(&format!("wrote {path}: open it in Perfetto or chrome://tracing\n"));
+        }
+    }
+    Ok(if result.is_exact() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// A model whose state and parameters can never fit is refused with all the numbers before anything is measured.
+fn refuse_what_cannot_fit(device: &SharedDevice, model: &Model) -> Result<(), Failure> {
+    let (state, tensors) = (8 * model.params(), 8 * model.params());
+    let memory = device.memory()?;
+    let host = device::HostMemory::now();
+    if tensors > memory.free_bytes {
+        return Err(Failure::from(device::Error::OutOfDeviceMemory {
+            device: format!("{} (parameters and gradients of {})", device.info().name, model.name),
+            requested_bytes: tensors,
+            available_bytes: memory.free_bytes,
+            capacity_bytes: memory.capacity_bytes,
+        }));
+    }
+    // The CPU backend's device memory is host memory too.
+    let on_host = if device.info().backend == device::Backend::Cpu { state + tensors } else { state };
+    if on_host > host.available_bytes {
+        return Err(Failure::from(device::Error::SlabLargerThanMemory {
+            requested_bytes: on_host,
+            available_bytes: host.available_bytes,
+            memory_bytes: host.total_bytes,
+        }));
+    }
+    Ok(())
+}
+
+/// Prints the table, the JSON, or the table with the JSON in a file.
+fn report<T: Serialize>(json: &Json, result: &T, table: impl FnOnce() -> String) -> Result<(), Failure> {
+    match json {
+        Json::Off => emit(&table()),
+        Json::Stdout => emit(&format!("{}\n", pretty(result))),
+        Json::File(path) => {
+            emit(&table());
+            write(path, result)?;
+            emit(&format!("wrote {path}\n"));
+        }
+    }
+    Ok(())
+}
+
+fn pretty<T: Serialize>(value: &T) -> String {
+    serde_json::to_string_pretty(value).unwrap_or_else(|error| format!("{{\"error\": \"{error}\"}}"))
+}
+
+fn write<T: Serialize>(path: &str, value: &T) -> Result<(), Failure> {
+    std::fs::write(path, format!("{}\n", pretty(value)))
+        .map_err(|error| Failure::Write { path: path.to_owned(), error })
+}

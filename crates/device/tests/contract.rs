@@ -35,7 +35,7 @@ mod memory;
 mod opening;
 #[path = "contract/ordering.rs"]
 mod ordering;
+#[path = "contract/segments.rs"]
+mod segments;
 #[path = "contract/slab.rs"]
 mod slab;
-#[path = "contract/step.rs"]
-mod step;

@@ -29,8 +29,12 @@ impl Kind {
 
     /// Another device of this kind, with books of its own.
     pub(crate) fn open(self, pinned_budget_bytes: Option<u64>) -> SharedDevice {
-        let name = if self.is_cuda() { "cuda:0" } else { "cpu" };
-        self.dress(open_with_budget(name, pinned_budget_bytes).unwrap())
+        self.dress(self.open_plain(pinned_budget_bytes))
+    }
+
+    /// The same without the checker.
+    pub(crate) fn open_plain(self, pinned_budget_bytes: Option<u64>) -> SharedDevice {
+        open_with_budget(if self.is_cuda() { "cuda:0" } else { "cpu" }, pinned_budget_bytes).unwrap()
     }
 
     /// A device as this kind wears it: under the checker or plain.

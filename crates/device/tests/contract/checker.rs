@@ -256,7 +256,7 @@ fn a_refused_race_did_not_happen(on: &Subject) {
 
 /// A call that returns an error did nothing, so it can be in nobody's way.
 fn a_refused_call_leaves_no_trace(on: &Subject) {
-    let fault = Fault::wrap(on.kind.open(None));
+    let fault = Fault::wrap(on.kind.open_plain(None));
     let on = Subject::wrapping(Checked::wrap(fault.clone()), on.kind);
     let [a, b] = on.streams(["a", "b"]);
     let (buffer, host) = (on.alloc(64).unwrap(), on.pinned(64));

@@ -1,0 +1,144 @@
+//! The options, each checked as it is read.
+
+use clap::{Args, Parser, Subcommand};
+use forebay::measure::Model;
+
+use crate::output::Json;
+
+/// Keeps a GPU fed with training state that does not fit on it.
+#[derive(Debug, Parser)]
+#[command(name = "forebay", version, arg_required_else_help = true, max_term_width = 110)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Measure this machine: copies, pinning, host memory, the kernel, and the limits that follow
+    Probe {
+        #[command(flatten)]
+        device: DeviceChoice,
+        /// Print JSON, or with a path write it there beside the table
+        #[arg(long, value_name = "PATH", num_args = 0..=1, default_missing_value = "-", default_value = "", hide_default_value = true)]
+        json: Json,
+    },
+    /// Measure what forebay does on this machine
+    Bench {
+        #[command(subcommand)]
+        bench: Bench,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Bench {
+    /// Run the streamed AdamW step over synthetic parameters of a model's shapes
+    Step(StepArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct DeviceChoice {
+    /// cpu, cuda or cuda:N [default: the first GPU, or the CPU where there is none]
+    #[arg(long)]
+    pub(crate) device: Option<String>,
+    /// Simulate a link of so many GB/s each way on the CPU backend
+    #[arg(long, value_parser = positive)]
+    pub(crate) link_gbps: Option<f64>,
+    /// Let both ways of the simulated link share its rate
+    #[arg(long, requires = "link_gbps")]
+    pub(crate) link_shared: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct StepArgs {
+    #[command(flatten)]
+    pub(crate) device: DeviceChoice,
+    /// Shapes of a public model [default on a GPU: qwen2.5-3b]
+    #[arg(long, value_parser = clap::builder::PossibleValuesParser::new(Model::names()), conflicts_with = "params")]
+    pub(crate) model: Option<String>,
+    /// Made-up shapes with so many parameters: 40000000, 40e6 or 40M [default on the CPU: 40M]
+    #[arg(long, value_parser = count)]
+    pub(crate) params: Option<u64>,
+    /// Bytes of one slot, all kinds of state together: 16777216 or 16MiB
+    #[arg(long, default_value = "16MiB", value_parser = bytes)]
+    pub(crate) chunk_bytes: u64,
+    /// Slots in the ring
+    #[arg(long, default_value_t = 4)]
+    pub(crate) slots: usize,
+    /// Steps to time, after one to warm up
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) steps: u64,
+    /// Write a Chrome trace of one more step to this file
+    #[arg(long, value_name = "PATH")]
+    pub(crate) trace: Option<String>,
+    /// Print JSON, or with a path write it there beside the table
+    #[arg(long, value_name = "PATH", num_args = 0..=1, default_missing_value = "-", default_value = "", hide_default_value = true)]
+    pub(crate) json: Json,
+}
+
+fn positive(text: &str) -> Result<f64, String> {
+    text.parse::<f64>()
+        .ok()
+        .filter(|rate| rate.is_finite() && *rate > 0.0)
+        .ok_or_else(|| "not a positive number".to_owned())
+}
+
+/// A whole number, also as 40e6 or 40M.
+fn count(text: &str) -> Result<u64, String> {
+    scaled(text, &[("k", 1e3), ("m", 1e6), ("g", 1e9), ("b", 1e9)])
+}
+
+/// A number of bytes, also as 16MiB or 16MB.
+fn bytes(text: &str) -> Result<u64, String> {
+    let binary = |power: i32| 1024f64.powi(power);
+    scaled(
+        text,
+        &[
+            ("kib", binary(1)),
+            ("mib", binary(2)),
+            ("gib", binary(3)),
+            ("kb", 1e3),
+            ("mb", 1e6),
+            ("gb", 1e9),
+            ("b", 1.0),
+        ],
+    )
+}
+
+fn scaled(text: &str, units: &[(&str, f64)]) -> Result<u64, String> {
+    let plain = text.trim().replace('_', "").to_ascii_lowercase();
+    let (digits, scale) = units
+        .iter()
+        .find_map(|&(unit, scale)| plain.strip_suffix(unit).map(|digits| (digits.trim(), scale)))
+        .unwrap_or((&plain, 1.0));
+    let value = digits.parse::<f64>().map_err(|_| "not a number".to_owned())? * scale;
+    // Beyond 2^53 an f64 skips whole numbers.
+    if !(1.0..=9_007_199_254_740_992.0).contains(&value) || value.fract() != 0.0 {
+        return Err("not a positive whole number".to_owned());
+    }
+    Ok(value as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn options_are_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn numbers_may_be_written_as_people_write_them() {
+        assert_eq!(count("40M"), Ok(40_000_000));
+        assert_eq!(count("3.09e9"), Ok(3_090_000_000));
+        assert_eq!(count("1_000"), Ok(1000));
+        assert_eq!(bytes("16MiB"), Ok(16 << 20));
+        assert_eq!(bytes("4096"), Ok(4096));
+        assert_eq!(bytes("2 GB"), Ok(2_000_000_000));
+        for wrong in ["", "-1", "0", "1.5", "x", "1e99", "nan", "inf"] {
+            assert!(count(wrong).is_err() && bytes(wrong).is_err(), "{wrong}");
+        }
+    }
+}

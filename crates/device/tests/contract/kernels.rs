@@ -1,0 +1,202 @@
+//! The small kernels, and the refusal of operands that no backend could run.
+
+use forebay_device::arith::{AdamWHyper, AdamWScalars, uniform_element};
+use forebay_device::{AdamW, AdamWSegment, Dtype, Error, Kernel, Region};
+
+use crate::bench::{Subject, pattern};
+
+contract! {
+    every:
+        fill_sets_its_bytes_and_no_others,
+        uniform_gives_the_same_bits_everywhere,
+        differences_are_counted_exactly,
+        small_kernels_refuse_what_does_not_fit,
+        updates_refuse_what_does_not_fit,
+        a_refused_launch_changes_nothing;
+}
+
+fn fill_sets_its_bytes_and_no_others(on: &Subject) {
+    let [stream] = on.streams(["fill"]);
+    for (offset, len) in [(0, 1), (1, 1), (3, 4095), (255, 4097), (0, 9000), (8999, 1)] {
+        let buffer = on.upload(&[0x11; 9000]);
+        on.fill(&stream, &buffer.region(offset, len).unwrap(), 0xfe).unwrap();
+        on.finish(&stream).unwrap();
+        let mut want = vec![0x11; 9000];
+        want[offset as usize..(offset + len) as usize].fill(0xfe);
+        assert!(on.download(&buffer.all()) == want, "{len} bytes at {offset}");
+    }
+}
+
+fn uniform_gives_the_same_bits_everywhere(on: &Subject) {
+    let [stream] = on.streams(["uniform"]);
+    for (seed, elements, offset, low, high) in [
+        (0, 1, 0, 0.0, 1.0),
+        (7, 257, 4, -2.0, 3.0),
+        (u64::MAX, 100_003, 8, -1e-30, 1e30),
+        (1 << 40, 70_000, 252, 5.0, 5.0),
+        // More than one pass of the largest grid.
+        (11, 1_100_001, 0, -1.0, 1.0),
+        (3, 0, 4, 0.0, 1.0),
+    ] {
+        let bytes = elements * 4 + 512;
+        let buffer = on.upload(&vec![0x5a; bytes as usize]);
+        let dst = buffer.region(offset, elements * 4).unwrap();
+        on.launch(&stream, &Kernel::Uniform { dst, seed, low, high }).unwrap();
+        on.finish(&stream).unwrap();
+        let mut want = vec![0x5a; bytes as usize];
+        for i in 0..elements {
+            let at = (offset + 4 * i) as usize;
+            want[at..at + 4].copy_from_slice(&uniform_element(seed, i, low, high).to_ne_bytes());
+        }
+        assert!(on.download(&buffer.all()) == want, "seed {seed}, {elements} elements at {offset}");
+    }
+}
+
+fn differences_are_counted_exactly(on: &Subject) {
+    let [stream] = on.streams(["count"]);
+    let count = |a: &Region, b: &Region, start: u64| {
+        let total = on.upload(&[[0xaa; 8], start.to_ne_bytes(), [0xbb; 8]].concat());
+        let kernel = Kernel::CountDifferences { a: a.clone(), b: b.clone(), count: total.region(8, 8).unwrap() };
+        on.launch(&stream, &kernel).unwrap();
+        on.finish(&stream).unwrap();
+        let bytes = on.download(&total.all());
+        assert_eq!((&bytes[..8], &bytes[16..]), (&[0xaa; 8][..], &[0xbb; 8][..]));
+        u64::from_ne_bytes(bytes[8..16].try_into().unwrap()).wrapping_sub(start)
+    };
+    for words in [0usize, 1, 31, 33, 255, 257, 4099, 1_100_003] {
+        let bytes = pattern(words as u64, 4 * words + 8);
+        let a = on.upload(&bytes);
+        let side = |buffer: &forebay_device::Buffer, offset| buffer.region(offset, 4 * words as u64).unwrap();
+        assert_eq!(count(&side(&a, 4), &side(&a, 4), 0), 0, "{words} words and themselves");
+        let b = on.upload(&bytes.iter().map(|byte| !byte).collect::<Vec<u8>>());
+        assert_eq!(count(&side(&a, 0), &side(&b, 0), 3), words as u64, "all of {words}");
+        // One bit in the first, in the last and in every hundredth word; and outside, where it does not count.
+        let mut changed = bytes.clone();
+        let differing: std::collections::BTreeSet<usize> =
+            (0..words).step_by(100).chain(words.checked_sub(1)).collect();
+        differing.iter().for_each(|word| changed[4 + 4 * word + word % 4] ^= 0x80);
+        changed[0] ^= 1;
+        changed[4 * words + 4] ^= 1;
+        let c = on.upload(&changed);
+        assert_eq!(count(&side(&a, 4), &side(&c, 4), 1 << 40), differing.len() as u64, "some of {words}");
+    }
+    let (ones, twos) = (on.upload(&[1; 16]), on.upload(&[2; 16]));
+    assert_eq!(count(&ones.all(), &twos.all(), u64::MAX - 1), 4, "the sum wraps");
+}
+
+fn refusal(on: &Subject, kernel: &Kernel<'_>, what: &str) {
+    let stream = on.stream("refusing").unwrap();
+    let outcome = on.launch(&stream, kernel);
+    let named = matches!(&outcome, Err(Error::BadOperands { operation, .. }) if *operation == kernel.name());
+    assert!(named, "{what}: {outcome:?}");
+}
+
+fn small_kernels_refuse_what_does_not_fit(on: &Subject) {
+    let (device, host) = (on.upload(&[0; 64]), on.pinned(64));
+    let at = |offset, len| device.region(offset, len).unwrap();
+    refusal(on, &Kernel::Fill { dst: host.clone(), byte: 0 }, "fill of host memory");
+    let uniform = |dst: Region, low, high| Kernel::Uniform { dst, seed: 0, low, high };
+    refusal(on, &uniform(host.clone(), 0.0, 1.0), "uniform into host memory");
+    refusal(on, &uniform(at(0, 6), 0.0, 1.0), "uniform of a word and a half");
+    refusal(on, &uniform(at(2, 8), 0.0, 1.0), "uniform at half a word");
+    refusal(on, &uniform(at(0, 8), 1.0, 0.5), "uniform over nothing");
+    refusal(on, &uniform(at(0, 8), f32::NAN, 1.0), "uniform from no number");
+    refusal(on, &uniform(at(0, 8), 0.0, f32::NAN), "uniform to no number");
+    let count = |a, b, count| Kernel::CountDifferences { a, b, count };
+    refusal(on, &count(at(0, 6), at(8, 6), at(16, 8)), "a word and a half");
+    refusal(on, &count(at(1, 4), at(8, 4), at(16, 8)), "one side at a quarter of a word");
+    refusal(on, &count(at(0, 4), at(10, 4), at(16, 8)), "the other side at half a word");
+    refusal(on, &count(at(0, 8), at(8, 4), at(16, 8)), "two lengths");
+    refusal(on, &count(at(0, 4), at(8, 4), at(20, 8)), "a count at half its size");
+    refusal(on, &count(at(0, 4), at(8, 4), at(16, 16)), "two counts");
+    refusal(on, &count(at(0, 4), at(8, 4), at(16, 4)), "half a count");
+    refusal(on, &count(host.slice(0, 4).unwrap(), at(8, 4), at(16, 8)), "host memory");
+    refusal(on, &count(at(0, 4), at(8, 4), host.slice(0, 8).unwrap()), "a count on the host");
+}
+
+/// A segment that fits, of four elements, every operand in memory of its own.
+fn fitting(on: &Subject) -> AdamWSegment {
+    let take = |bytes| on.upload(&vec![0; bytes]).region(0, bytes as u64).unwrap();
+    AdamWSegment {
+        param: take(8),
+        param_dtype: Dtype::Bf16,
+        grad: take(16),
+        grad_dtype: Dtype::F32,
+        exp_avg: take(16),
+        exp_avg_sq: take(16),
+        max_exp_avg_sq: Some(take(16)),
+        master: Some(take(16)),
+        scalars: 1,
+    }
+}
+
+fn updates_refuse_what_does_not_fit(on: &Subject) {
+    let scalars: [AdamWScalars; 2] = [1, 2].map(|t| AdamWHyper::default().at_step(t));
+    let spare = on.upload(&[0; 256]);
+    let at = |offset, len| spare.region(offset, len).unwrap();
+    let host = on.pinned(16);
+    let flags = [
+        ("8 bytes", at(0, 8)),
+        ("0 bytes", at(0, 0)),
+        ("2 bytes", at(0, 2)),
+        ("at half a word", at(2, 4)),
+        ("on the host", host.slice(0, 4).unwrap()),
+    ];
+    for (what, flag) in flags {
+        let base = AdamW { segments: &[], scalars: &scalars, grad_scale: None, skip: None };
+        refusal(on, &Kernel::AdamW(AdamW { grad_scale: Some(flag.clone()), ..base.clone() }), what);
+        refusal(on, &Kernel::AdamW(AdamW { skip: Some(flag), ..base }), what);
+    }
+    type Change<'a> = &'a dyn Fn(&mut AdamWSegment);
+    let changes: [(&str, Change<'_>); 22] = [
+        ("no elements", &|s| {
+            (s.param, s.grad, s.exp_avg) = (at(0, 0), at(0, 0), at(0, 0));
+            (s.exp_avg_sq, s.max_exp_avg_sq, s.master) = (at(0, 0), None, None);
+        }),
+        ("a moment of an element and a half", &|s| s.exp_avg = at(0, 18)),
+        ("a short parameter", &|s| s.param = at(0, 6)),
+        ("a long parameter", &|s| s.param = at(0, 16)),
+        ("a parameter of another type", &|s| s.param_dtype = Dtype::F32),
+        ("a short gradient", &|s| s.grad = at(0, 12)),
+        ("a gradient of another type", &|s| s.grad_dtype = Dtype::F16),
+        ("a short first moment", &|s| s.exp_avg = at(0, 12)),
+        ("a long second moment", &|s| s.exp_avg_sq = at(0, 20)),
+        ("a short largest moment", &|s| s.max_exp_avg_sq = Some(at(0, 8))),
+        ("a short master", &|s| s.master = Some(at(0, 8))),
+        ("a parameter at half its type", &|s| s.param = at(1, 8)),
+        ("a gradient at half its type", &|s| s.grad = at(2, 16)),
+        ("a moment at half its type", &|s| s.exp_avg_sq = at(2, 16)),
+        ("a master at half its type", &|s| s.master = Some(at(6, 16))),
+        ("a parameter over the gradient", &|s| s.param = s.grad.slice(4, 8).unwrap()),
+        ("one moment for both", &|s| s.exp_avg_sq = s.exp_avg.clone()),
+        ("a master over a moment", &|s| s.master = s.max_exp_avg_sq.clone()),
+        ("moments that share one element", &|s| (s.exp_avg, s.exp_avg_sq) = (at(0, 16), at(12, 16))),
+        ("no such scalars", &|s| s.scalars = 2),
+        ("a gradient on the host", &|s| s.grad = host.clone()),
+        ("a master on the host", &|s| s.master = Some(host.clone())),
+    ];
+    for (what, change) in changes {
+        let mut segments = [fitting(on), fitting(on)];
+        change(&mut segments[1]);
+        let step = AdamW { segments: &segments, scalars: &scalars, grad_scale: None, skip: None };
+        refusal(on, &Kernel::AdamW(step), what);
+    }
+    let (stream, segments) = (on.stream("fits").unwrap(), [fitting(on)]);
+    let step = AdamW { segments: &segments, scalars: &scalars, grad_scale: Some(at(0, 4)), skip: Some(at(4, 4)) };
+    on.launch(&stream, &Kernel::AdamW(step.clone())).unwrap();
+    on.launch(&stream, &Kernel::AdamW(AdamW { segments: &[], ..step })).unwrap();
+    on.finish(&stream).unwrap();
+}
+
+fn a_refused_launch_changes_nothing(on: &Subject) {
+    let buffer = on.upload(&[7; 64]);
+    let [stream] = on.streams(["refusing"]);
+    let dst = buffer.region(0, 62).unwrap();
+    let outcome = on.launch(&stream, &Kernel::Uniform { dst, seed: 0, low: 0.0, high: 1.0 });
+    assert!(matches!(outcome, Err(Error::BadOperands { .. })));
+    on.finish(&stream).unwrap();
+    assert_eq!(on.download(&buffer.all()), vec![7; 64]);
+    on.fill(&stream, &buffer.all(), 8).unwrap();
+    on.finish(&stream).unwrap();
+    assert_eq!(on.download(&buffer.all()), vec![8; 64]);
+}
