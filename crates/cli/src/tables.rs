@@ -125,11 +125,12 @@ pub(crate) fn step(bench: &StepBench) -> String {
             (
                 "device memory",
                 format!(
-                    "{:.1} MiB ring ({} slots of {:.1} MiB); the driver took {:.1} MiB",
+                    "{:.1} MiB ring ({} slots of {:.1} MiB); the driver took {:.1} MiB, and {:.1} MiB to map the pinned memory",
                     bench.ring_bytes as f64 / MIB,
                     bench.slots,
                     bench.chunk_bytes as f64 / MIB,
-                    bench.driver_ring_bytes as f64 / MIB
+                    bench.driver_ring_bytes as f64 / MIB,
+                    bench.driver_pin_bytes as f64 / MIB
                 ),
             ),
             (

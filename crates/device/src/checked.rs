@@ -40,6 +40,10 @@ struct Access {
     writes: bool,
 }
 
+fn range(region: &Region) -> (u64, u64) {
+    (region.offset_bytes(), region.offset_bytes() + region.bytes())
+}
+
 #[derive(Default)]
 struct Clocks {
     views: HashMap<u64, View>,
@@ -48,18 +52,20 @@ struct Clocks {
 }
 
 impl Clocks {
-    /// Ticks an actor, after it has learned what the host knows, and checks its accesses against all earlier ones.
-    fn run(&mut self, actor: u64, what: &str, accesses: &[(&Region, bool)]) -> Result<()> {
-        let host = self.views.entry(HOST).or_default().clone();
-        let view = self.views.entry(actor).or_default();
-        merge(view, &host);
-        let tick = view.get(&actor).copied().unwrap_or(0) + 1;
-        view.insert(actor, tick);
-        let view = view.clone();
+    /// What an actor has seen when its next piece of work starts: all that the host has, and its own new tick.
+    fn next(&mut self, actor: u64) -> View {
+        let mut view = self.views.entry(actor).or_default().clone();
+        merge(&mut view, self.views.entry(HOST).or_default());
+        *view.entry(actor).or_default() += 1;
+        view
+    }
+
+    /// Refuses accesses that are not ordered after all earlier ones to the same bytes.
+    fn check(&self, view: &View, what: &str, accesses: &[(&Region, bool)]) -> Result<()> {
         for (region, writes) in accesses.iter().filter(|(region, _)| region.bytes() > 0) {
-            let (start, end) = (region.offset_bytes(), region.offset_bytes() + region.bytes());
-            let earlier = self.accesses.entry(region.buffer().key()).or_default();
-            for other in earlier.iter().filter(|a| a.start < end && start < a.end && (a.writes || *writes)) {
+            let (start, end) = range(region);
+            let earlier = self.accesses.get(&region.buffer().key()).into_iter().flatten();
+            for other in earlier.filter(|a| a.start < end && start < a.end && (a.writes || *writes)) {
                 if view.get(&other.actor).copied().unwrap_or(0) < other.tick {
                     let mut detail = String::new();
                     let verb = |writes: bool| if writes { "writes" } else { "reads" };
@@ -76,13 +82,23 @@ impl Clocks {
                     return Err(Error::Unordered { detail });
                 }
             }
+        }
+        Ok(())
+    }
+
+    /// Notes accepted work.
+    fn commit(&mut self, actor: u64, view: View, what: &str, accesses: &[(&Region, bool)]) {
+        let tick = view.get(&actor).copied().unwrap_or(0);
+        self.views.insert(actor, view);
+        for (region, writes) in accesses.iter().filter(|(region, _)| region.bytes() > 0) {
+            let (start, end) = range(region);
+            let earlier = self.accesses.entry(region.buffer().key()).or_default();
             // What this write covers is ordered before it; anything ordered after this write is after that too.
             earlier.retain(|a| !(*writes && start <= a.start && a.end <= end));
             // A repeated access of the same actor to the same range supersedes its earlier one.
             earlier.retain(|a| (a.actor, a.start, a.end, a.writes) != (actor, start, end, *writes));
             earlier.push(Access { what: what.to_owned(), actor, tick, start, end, writes: *writes });
         }
-        Ok(())
     }
 
     fn host_sees(&mut self, event: &Event) {
@@ -114,6 +130,22 @@ impl Checked {
     fn clocks(&self) -> MutexGuard<'_, Clocks> {
         self.clocks.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    /// Hands work on where nothing races. Noted only once it was accepted: a call that returns an error did nothing.
+    fn run(
+        &self,
+        actor: u64,
+        what: &str,
+        accesses: &[(&Region, bool)],
+        submit: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
+        let mut clocks = self.clocks();
+        let view = clocks.next(actor);
+        clocks.check(&view, what, accesses)?;
+        submit()?;
+        clocks.commit(actor, view, what, accesses);
+        Ok(())
+    }
 }
 
 impl Device for Checked {
@@ -143,12 +175,16 @@ impl Device for Checked {
     fn event(&self) -> Result<Event> {
         self.inner.event()
     }
+    fn timed_event(&self) -> Result<Event> {
+        self.inner.timed_event()
+    }
     fn record(&self, event: &Event, stream: &Stream) -> Result<()> {
         let mut clocks = self.clocks();
-        clocks.run(stream.key(), "record", &[])?;
-        let view = clocks.views.get(&stream.key()).cloned().unwrap_or_default();
-        clocks.events.insert(event.key(), view);
-        self.inner.record(event, stream)
+        let view = clocks.next(stream.key());
+        self.inner.record(event, stream)?;
+        clocks.events.insert(event.key(), view.clone());
+        clocks.commit(stream.key(), view, "record", &[]);
+        Ok(())
     }
     fn wait(&self, stream: &Stream, event: &Event) -> Result<()> {
         let mut clocks = self.clocks();
@@ -157,8 +193,9 @@ impl Device for Checked {
                 detail: format!("{stream:?} waits for {event:?}, which was never recorded"),
             });
         };
+        self.inner.wait(stream, event)?;
         merge(clocks.views.entry(stream.key()).or_default(), &view);
-        self.inner.wait(stream, event)
+        Ok(())
     }
     fn query(&self, event: &Event) -> Result<bool> {
         let done = self.inner.query(event)?;
@@ -176,20 +213,17 @@ impl Device for Checked {
         self.inner.elapsed_ns(start, end)
     }
     fn copy(&self, stream: &Stream, from: &Region, to: &Region) -> Result<()> {
-        self.clocks().run(stream.key(), &format!("copy on {}", stream.name()), &[(from, false), (to, true)])?;
-        self.inner.copy(stream, from, to)
+        let what = format!("copy on {}", stream.name());
+        self.run(stream.key(), &what, &[(from, false), (to, true)], || self.inner.copy(stream, from, to))
     }
     fn launch(&self, stream: &Stream, kernel: &Kernel<'_>) -> Result<()> {
         let what = format!("{} on {}", kernel.name(), stream.name());
-        self.clocks().run(stream.key(), &what, &kernel.accesses())?;
-        self.inner.launch(stream, kernel)
+        self.run(stream.key(), &what, &kernel.accesses(), || self.inner.launch(stream, kernel))
     }
     fn read(&self, from: &Region, into: &mut [u8]) -> Result<()> {
-        self.clocks().run(HOST, "the host", &[(from, false)])?;
-        self.inner.read(from, into)
+        self.run(HOST, "the host", &[(from, false)], || self.inner.read(from, into))
     }
     fn write(&self, from: &[u8], to: &Region) -> Result<()> {
-        self.clocks().run(HOST, "the host", &[(to, true)])?;
-        self.inner.write(from, to)
+        self.run(HOST, "the host", &[(to, true)], || self.inner.write(from, to))
     }
 }

@@ -17,7 +17,7 @@ pub enum Call {
     Pin,
     /// [`Device::stream`].
     Stream,
-    /// [`Device::event`].
+    /// [`Device::event`] and [`Device::timed_event`].
     Event,
     /// [`Device::record`].
     Record,
@@ -152,6 +152,10 @@ impl Device for Fault {
     fn event(&self) -> Result<Event> {
         self.misbehave(Call::Event, None)?;
         self.inner.event()
+    }
+    fn timed_event(&self) -> Result<Event> {
+        self.misbehave(Call::Event, None)?;
+        self.inner.timed_event()
     }
     fn record(&self, event: &Event, stream: &Stream) -> Result<()> {
         self.misbehave(Call::Record, Some(stream))?;

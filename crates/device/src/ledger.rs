@@ -32,6 +32,15 @@ impl Ledger {
         }
     }
 
+    // Counted when made, not when the bytes are taken: what fails in between was never made.
+    pub(crate) fn count_allocation(&self) {
+        self.allocations.fetch_add(1, Relaxed);
+    }
+
+    pub(crate) fn count_pin(&self) {
+        self.pins.fetch_add(1, Relaxed);
+    }
+
     pub(crate) fn count_stream(&self) {
         self.streams.fetch_add(1, Relaxed);
     }
@@ -56,14 +65,13 @@ impl Ledger {
     }
 
     fn take(self: &Arc<Self>, book: Book, bytes: u64, limit: u64) -> std::result::Result<Entry, u64> {
-        let (total, count) = match book {
-            Book::Allocated => (&self.allocated_bytes, &self.allocations),
-            Book::Pinned => (&self.pinned_bytes, &self.pins),
+        let total = match book {
+            Book::Allocated => &self.allocated_bytes,
+            Book::Pinned => &self.pinned_bytes,
         };
         total
             .fetch_update(Relaxed, Relaxed, |taken| taken.checked_add(bytes).filter(|&sum| sum <= limit))
             .map_err(|taken| limit.saturating_sub(taken))?;
-        count.fetch_add(1, Relaxed);
         Ok(Entry { ledger: self.clone(), book, bytes })
     }
 }

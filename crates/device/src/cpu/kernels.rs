@@ -239,7 +239,7 @@ pub(crate) fn count_differences(a: &Region, b: &Region, count: &Region) {
     let differing = (0..a.bytes() / 4).filter(|&i| word(a, i) != word(b, i)).count() as u64;
     // SAFETY: as in `fill`; 8 bytes, aligned.
     let total = unsafe { slice::<u64>(count) };
-    total[0] += differing;
+    total[0] = total[0].wrapping_add(differing);
 }
 
 /// The f32 in a checked flag region.

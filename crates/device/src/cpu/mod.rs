@@ -152,6 +152,7 @@ impl Device for CpuDevice {
     }
 
     fn alloc(&self, bytes: u64) -> Result<Buffer> {
+        self.not_forked()?;
         if bytes == 0 {
             return Err(Error::ZeroSize { what: "a device buffer" });
         }
@@ -173,10 +174,12 @@ impl Device for CpuDevice {
             return Err(full(HostMemory::now().available_bytes));
         }
         let owner = Arc::new(Allocation { ptr, layout, _entry: entry });
+        self.ledger.count_allocation();
         Ok(Buffer::new(ptr as usize, bytes, Place::Device, Some(self.info.id), owner))
     }
 
     fn pin(&self, layout: SlabLayout) -> Result<Slab> {
+        self.not_forked()?;
         let entry = self.ledger.pin(layout.bytes())?;
         let mapping = HostMapping::new(layout.bytes(), threads())?;
         let stats = PinStats {
@@ -187,6 +190,7 @@ impl Device for CpuDevice {
         };
         let addr = mapping.addr();
         let owner = Arc::new(Pinned { _mapping: mapping, _entry: entry });
+        self.ledger.count_pin();
         Ok(Slab::new(Buffer::new(addr, layout.bytes(), Place::Pinned, Some(self.info.id), owner), layout, stats))
     }
 
@@ -206,8 +210,14 @@ impl Device for CpuDevice {
     }
 
     fn event(&self) -> Result<Event> {
+        self.not_forked()?;
         self.ledger.count_event();
         Ok(Event::new(EventKind::Cpu(Arc::default()), self.info.id))
+    }
+
+    fn timed_event(&self) -> Result<Event> {
+        // Here the time costs nothing, so every event has one.
+        self.event()
     }
 
     fn record(&self, event: &Event, stream: &Stream) -> Result<()> {
@@ -264,6 +274,17 @@ impl Device for CpuDevice {
         kernel.check(self.info.id)?;
         let queue = self.queue(stream)?;
         queue.run(self.work(kernel, stream.name()))
+    }
+
+    // Slabs are not mapped in a forked child.
+    fn read(&self, from: &Region, into: &mut [u8]) -> Result<()> {
+        self.not_forked()?;
+        from.read(self.info.id, into)
+    }
+
+    fn write(&self, from: &[u8], to: &Region) -> Result<()> {
+        self.not_forked()?;
+        to.write(self.info.id, from)
     }
 }
 

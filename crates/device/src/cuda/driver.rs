@@ -130,12 +130,14 @@ impl Context {
         self.pid == std::process::id()
     }
 
+    pub(crate) fn not_forked(&self) -> Result<()> {
+        if self.is_ours() { Ok(()) } else { Err(Error::Forked { device: self.name.clone() }) }
+    }
+
     /// Makes the context current on this thread until the guard goes, and lets the thread make calls that would
     /// otherwise break a graph capture in progress on another one.
     pub(crate) fn bind(&self) -> Result<Bound> {
-        if !self.is_ours() {
-            return Err(Error::Forked { device: self.name.clone() });
-        }
+        self.not_forked()?;
         let mut previous = std::ptr::null_mut();
         let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: the driver is loaded (a `Context` exists); each call writes one value or takes a live handle.

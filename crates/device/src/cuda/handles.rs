@@ -48,7 +48,7 @@ impl Drop for CudaStream {
     }
 }
 
-/// An event with a time.
+/// An event, with or without a time.
 pub(crate) struct CudaEvent {
     pub(crate) raw: sys::CUevent,
     context: Arc<Context>,
@@ -60,10 +60,11 @@ unsafe impl Send for CudaEvent {}
 unsafe impl Sync for CudaEvent {}
 
 impl CudaEvent {
-    pub(crate) fn create(context: &Arc<Context>) -> Result<Self> {
+    pub(crate) fn create(context: &Arc<Context>, timed: bool) -> Result<Self> {
         let mut raw = std::ptr::null_mut();
-        // Blocking: a thread that waits for a slot sleeps instead of burning a core that the data loader wants.
-        let flags = sys::CUevent_flags::CU_EVENT_BLOCKING_SYNC as u32;
+        let flags =
+            if timed { sys::CUevent_flags::CU_EVENT_DEFAULT } else { sys::CUevent_flags::CU_EVENT_DISABLE_TIMING };
+        let flags = flags as u32;
         // SAFETY: writes one handle; the context is bound.
         context.call("cuEventCreate", || unsafe { sys::cuEventCreate(&mut raw, flags) })?;
         Ok(Self { raw, context: context.clone() })

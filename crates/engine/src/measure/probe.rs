@@ -242,7 +242,7 @@ fn kernel_rate(device: &SharedDevice, params: u64) -> Result<KernelRate> {
         scalars: 0,
     }];
     let scalars = [AdamWHyper::default().at_step(1)];
-    let (start, end) = (device.event()?, device.event()?);
+    let (start, end) = (device.timed_event()?, device.timed_event()?);
     let mut times = Vec::new();
     for round in 0..6 {
         device.record(&start, &stream)?;

@@ -11,10 +11,10 @@ use super::exactness::{Exactness, Resident, Workload, cut_check, specs};
 use super::models::Model;
 use super::{Progress, finish, finish_with, giga_per_s, median, wire};
 use crate::error::{Error, Result};
-use crate::pipeline::RunStats;
+use crate::pipeline::{Pipeline, RunStats};
 use crate::plan::{PlanOptions, StepPlan};
 use crate::pool::Pool;
-use crate::step::{StepInputs, StreamedAdamW};
+use crate::step::{HostState, StepInputs, StreamedAdamW};
 use crate::trace::Trace;
 
 /// What to run.
@@ -91,6 +91,8 @@ pub struct StepBench {
     pub ring_bytes: u64,
     /// What the driver says went from the device for the ring, its streams and events.
     pub driver_ring_bytes: u64,
+    /// What the driver says went from the device for mapping the pinned memory: 8 bytes for each page of 4 KiB.
+    pub driver_pin_bytes: u64,
     /// Pinned host memory.
     pub pinned_bytes: u64,
     /// How fast it was pinned.
@@ -145,9 +147,14 @@ pub fn bench_step(device: &SharedDevice, options: &StepBenchOptions, progress: &
     finish(&**device, &compute)?;
     progress.advance();
     let pool = Pool::new(device.clone());
-    let free_before = device.memory()?.free_bytes;
-    let streamed = StreamedAdamW::new(&pool, plan.clone())?;
-    let driver_ring_bytes = free_before.saturating_sub(device.memory()?.free_bytes);
+    let free = || -> Result<u64> { Ok(device.memory()?.free_bytes) };
+    let before = free()?;
+    let state = HostState::new(&pool, plan.clone())?;
+    let pinned = free()?;
+    let pipeline = Pipeline::new(&pool, *slots, *slot_bytes)?;
+    let driver_ring_bytes = pinned.saturating_sub(free()?);
+    let driver_pin_bytes = before.saturating_sub(pinned);
+    let streamed = StreamedAdamW::from_parts(state, pipeline);
     progress.advance();
     // A tenth of the device stays free: the driver needs some of it, and so may others.
     let memory = device.memory()?;
@@ -235,6 +242,7 @@ pub fn bench_step(device: &SharedDevice, options: &StepBenchOptions, progress: &
         floor_step_s: payload as f64 / (wire_gbps * 1e9),
         ring_bytes: plan.ring_bytes(),
         driver_ring_bytes,
+        driver_pin_bytes,
         pinned_bytes: pin.bytes,
         pin_gib_per_s: pin.bytes as f64 / f64::from(1 << 30) / ((pin.fault_ns + pin.register_ns) as f64 / 1e9),
         pin_huge_pages: pin.huge_pages,

@@ -7,8 +7,10 @@ use forebay_device::{Buffer, Device, Event, Region, SharedDevice, SlabLayout, St
 use super::giga_per_s;
 use crate::error::Result;
 
-/// Copies that may be queued on one stream; enough to keep it busy, few enough that no queue fills up.
-const WINDOW: usize = 16;
+/// Marks on one stream, one in every [`MARK_BYTES`] or, for larger copies, one for each. The host waits for the oldest
+/// before it submits more: enough is queued to keep the stream busy, and no queue fills up.
+const MARKS: u64 = 4;
+const MARK_BYTES: u64 = 32 << 20;
 
 /// Buffers and streams for measuring copies of up to a given size.
 pub(super) struct Wire {
@@ -20,7 +22,7 @@ pub(super) struct Wire {
 /// One direction: its stream, its host memory (pinned and pageable), its device memory.
 struct Lane {
     stream: Stream,
-    window: Vec<Event>,
+    marks: Vec<Event>,
     pinned: Region,
     pageable: Option<Buffer>,
     device: Buffer,
@@ -48,7 +50,7 @@ impl Wire {
         let lane = |to_device: bool| -> Result<Lane> {
             let lane = Lane {
                 stream: device.stream(if to_device { "fetch" } else { "store" })?,
-                window: (0..WINDOW).map(|_| device.event()).collect::<std::result::Result<_, _>>()?,
+                marks: (0..MARKS).map(|_| device.event()).collect::<std::result::Result<_, _>>()?,
                 pinned: slab.part(usize::from(to_device))?,
                 pageable: if pageable { Some(Buffer::pageable(2 * largest_bytes)?) } else { None },
                 device: device.alloc(largest_bytes)?,
@@ -99,9 +101,10 @@ impl Wire {
 
 impl Lane {
     fn copy(&self, device: &dyn Device, side: HostSide, bytes: u64, index: u64) -> Result<()> {
-        let turn = &self.window[index as usize % WINDOW];
-        if index >= WINDOW as u64 {
-            device.synchronize(turn)?;
+        let stride = (MARK_BYTES / bytes).max(1);
+        let mark = &self.marks[(index / stride % MARKS) as usize];
+        if index.is_multiple_of(stride) && index >= stride * MARKS {
+            device.synchronize(mark)?;
         }
         let host = match (side, &self.pageable) {
             (HostSide::Pageable, Some(buffer)) => buffer.all(),
@@ -112,7 +115,10 @@ impl Lane {
         let on_device = self.device.region(0, bytes)?;
         let (from, to) = if self.to_device { (&host, &on_device) } else { (&on_device, &host) };
         device.copy(&self.stream, from, to)?;
-        Ok(device.record(turn, &self.stream)?)
+        if (index + 1).is_multiple_of(stride) {
+            device.record(mark, &self.stream)?;
+        }
+        Ok(())
     }
 }
 

@@ -53,8 +53,10 @@ struct Shared {
 #[derive(Debug)]
 struct SlotRecord {
     region: Region,
-    /// Begin and end of each stage, in the order of [`Stage::ALL`].
-    marks: [[Event; 2]; 3],
+    /// The end of each stage, in the order of [`Stage::ALL`].
+    ends: [Event; 3],
+    /// Begin and end of each stage with their times, recorded on the passages that are timed.
+    timers: [[Event; 2]; 3],
     passage: Mutex<Option<Passage>>,
 }
 
@@ -65,6 +67,7 @@ struct Passage {
     chunk: u32,
     payload_bytes: u64,
     stored: Vec<Region>,
+    timed: bool,
 }
 
 #[derive(Debug)]
@@ -82,7 +85,11 @@ impl Fence for EventFence {
     }
 }
 
-/// What one run through the pipeline did. Bytes are payload, each way.
+/// One chunk in so many is timed: a time costs the copy engine more than the ordering does.
+const TIMED_EVERY: u64 = 16;
+
+/// What one run through the pipeline did. Bytes are payload, each way. Without a trace, the times of the stages are
+/// measured on one chunk in sixteen and scaled by bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct RunStats {
     /// Chunks that went through.
@@ -106,7 +113,12 @@ pub struct RunStats {
 #[derive(Debug, Default)]
 struct Books {
     run: u64,
+    /// Slots acquired in this run.
+    acquired: u64,
     stats: RunStats,
+    /// Bytes and times of the stages of the timed chunks alone.
+    timed_bytes: u64,
+    timed_ns: [u64; 3],
     trace: Trace,
 }
 
@@ -116,6 +128,7 @@ pub struct Slot {
     index: usize,
     /// The event that ends the work accepted so far; none while the device has not touched it.
     busy: Option<Event>,
+    timed: bool,
     shared: Arc<Shared>,
 }
 
@@ -138,17 +151,18 @@ impl Pipeline {
     pub fn new(pool: &Pool, slots: usize, slot_bytes: u64) -> Result<Self> {
         let device = pool.device().clone();
         let memory = pool.device_buffer("slot ring", slot_bytes * slots as u64)?;
-        let mark = || -> Result<[Event; 2]> { Ok([device.event()?, device.event()?]) };
+        let timers = || -> Result<[Event; 2]> { Ok([device.timed_event()?, device.timed_event()?]) };
         let records = (0..slots)
             .map(|i| {
                 Ok(SlotRecord {
                     region: memory.region(i as u64 * slot_bytes, slot_bytes)?,
-                    marks: [mark()?, mark()?, mark()?],
+                    ends: [device.event()?, device.event()?, device.event()?],
+                    timers: [timers()?, timers()?, timers()?],
                     passage: Mutex::new(None),
                 })
             })
             .collect::<Result<Vec<_>>>()?;
-        let (fetch, store, epoch) = (device.stream("fetch")?, device.stream("store")?, device.event()?);
+        let (fetch, store, epoch) = (device.stream("fetch")?, device.stream("store")?, device.timed_event()?);
         let shared = Shared {
             ring: Ring::new(0..slots),
             slots: records,
@@ -184,9 +198,9 @@ impl Pipeline {
             self.device().record(&self.shared.epoch, &self.fetch)?;
         }
         let mut books = lock(&self.shared.books);
-        books.run += 1;
-        books.stats = RunStats::default();
         books.trace.clear();
+        let (run, trace) = (books.run + 1, std::mem::take(&mut books.trace));
+        *books = Books { run, trace, ..Books::default() };
         Ok(())
     }
 
@@ -194,9 +208,11 @@ impl Pipeline {
     pub fn acquire(&self) -> Result<Slot> {
         let (index, stall) = self.shared.ring.acquire()?;
         // From here on a failure gives the slot back.
-        let slot = Slot { index, busy: None, shared: self.shared.clone() };
+        let mut slot = Slot { index, busy: None, timed: false, shared: self.shared.clone() };
         self.shared.harvest(index)?;
         let mut books = lock(&self.shared.books);
+        slot.timed = books.acquired.is_multiple_of(TIMED_EVERY) || !books.trace.is_off();
+        books.acquired += 1;
         books.stats.stalls += u64::from(stall.waited);
         books.stats.stall_ns += stall.time.as_nanos() as u64;
         drop(books);
@@ -237,7 +253,7 @@ impl Pipeline {
         let slot = slot.on(&**self.device(), &self.store)?;
         let run = lock(&self.shared.books).run;
         // Noted before the copies are submitted: those that are accepted must be found even when a later one is refused.
-        let passage = Passage { run, chunk: chunk as u32, payload_bytes, stored: to.to_vec() };
+        let passage = Passage { run, chunk: chunk as u32, payload_bytes, stored: to.to_vec(), timed: slot.timed };
         *lock(&self.shared.slots[slot.index].passage) = Some(passage);
         slot.stage(&self.store, Stage::Store, |device, memory| {
             from.iter()
@@ -264,7 +280,7 @@ impl Pipeline {
     pub fn drain(&self) -> Result<()> {
         for (index, slot) in self.shared.slots.iter().enumerate() {
             if lock(&slot.passage).is_some() {
-                self.device().synchronize(&slot.marks[2][1])?;
+                self.device().synchronize(slot.stored())?;
                 self.shared.harvest(index)?;
             }
         }
@@ -273,12 +289,22 @@ impl Pipeline {
 
     /// What the run did so far; complete after [`Self::drain`].
     pub fn stats(&self) -> RunStats {
-        lock(&self.shared.books).stats
+        let books = lock(&self.shared.books);
+        let scaled = |ns: u64| (ns as f64 * books.stats.store_bytes as f64 / books.timed_bytes.max(1) as f64) as u64;
+        let [fetch_ns, update_ns, store_ns] = books.timed_ns.map(scaled);
+        RunStats { fetch_ns, update_ns, store_ns, ..books.stats }
     }
 
     /// The spans of the run; complete after [`Self::drain`].
     pub fn trace(&self) -> Trace {
         lock(&self.shared.books).trace.clone()
+    }
+}
+
+impl SlotRecord {
+    /// The end of the slot's last store.
+    fn stored(&self) -> &Event {
+        &self.ends[Stage::Store as usize]
     }
 }
 
@@ -292,9 +318,14 @@ impl Slot {
     ) -> Result<InFlight<Self>> {
         let shared = self.shared.clone();
         let (device, record) = (&*shared.device, &shared.slots[self.index]);
-        let [begin, end] = &record.marks[stage as usize];
-        device.record(begin, stream)?;
-        let outcome = work(device, &record.region);
+        let (end, [begin_time, end_time]) = (&record.ends[stage as usize], &record.timers[stage as usize]);
+        if self.timed {
+            device.record(begin_time, stream)?;
+        }
+        let mut outcome = work(device, &record.region);
+        if self.timed {
+            outcome = outcome.and(device.record(end_time, stream).map_err(Into::into));
+        }
         // Whatever was accepted uses the slot until here, also when the rest was refused. A refused record is tried
         // once more: without it the slot would go back while work on it may still be running.
         let recorded = device.record(end, stream).or_else(|error| device.record(end, stream).and(Err(error)));
@@ -318,7 +349,7 @@ impl Shared {
         self.slots
             .iter()
             .filter(|slot| lock(&slot.passage).as_ref().is_some_and(touches))
-            .map(|slot| slot.marks[2][1].clone())
+            .map(|slot| slot.stored().clone())
             .collect()
     }
 
@@ -327,26 +358,28 @@ impl Shared {
         let slot = &self.slots[index];
         let Some(passage) = lock(&slot.passage).take() else { return Ok(()) };
         let mut times = [0; 3];
-        for (time, [begin, end]) in times.iter_mut().zip(&slot.marks) {
-            // A passage that broke off has no times worth keeping; what broke it was told where it happened.
-            let Ok(elapsed) = self.device.elapsed_ns(begin, end) else { return Ok(()) };
-            *time = elapsed;
+        if passage.timed {
+            for (time, [begin, end]) in times.iter_mut().zip(&slot.timers) {
+                // A passage that broke off has no times worth keeping; what broke it was told where it happened.
+                let Ok(elapsed) = self.device.elapsed_ns(begin, end) else { return Ok(()) };
+                *time = elapsed;
+            }
         }
         let mut books = lock(&self.books);
         if books.run != passage.run {
             return Ok(());
         }
-        let stats = &mut books.stats;
-        stats.chunks += 1;
-        stats.fetch_bytes += passage.payload_bytes;
-        stats.store_bytes += passage.payload_bytes;
-        stats.fetch_ns += times[0];
-        stats.update_ns += times[1];
-        stats.store_ns += times[2];
+        books.stats.chunks += 1;
+        books.stats.fetch_bytes += passage.payload_bytes;
+        books.stats.store_bytes += passage.payload_bytes;
+        if passage.timed {
+            books.timed_bytes += passage.payload_bytes;
+            books.timed_ns.iter_mut().zip(times).for_each(|(sum, time)| *sum += time);
+        }
         if books.trace.is_off() {
             return Ok(());
         }
-        for ((stage, time), [begin, _]) in Stage::ALL.into_iter().zip(times).zip(&slot.marks) {
+        for ((stage, time), [begin, _]) in Stage::ALL.into_iter().zip(times).zip(&slot.timers) {
             let start_ns = self.device.elapsed_ns(&self.epoch, begin)?;
             books.trace.push(Span {
                 stage,

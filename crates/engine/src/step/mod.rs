@@ -52,8 +52,12 @@ impl StreamedAdamW {
     pub fn new(pool: &Pool, plan: Arc<StepPlan>) -> Result<Self> {
         let options = plan.options();
         let pipeline = Pipeline::new(pool, options.slots, options.slot_bytes)?;
-        let state = HostState::new(pool, plan.clone())?;
-        Ok(Self { plan, state, pipeline })
+        Ok(Self::from_parts(HostState::new(pool, plan)?, pipeline))
+    }
+
+    /// The same from parts that are there already. The pipeline's slots are at least as large as the plan's.
+    pub fn from_parts(state: HostState, pipeline: Pipeline) -> Self {
+        Self { plan: state.plan().clone(), state, pipeline }
     }
 
     /// The plan it follows.

@@ -16,9 +16,15 @@ pub struct HostState {
 }
 
 impl HostState {
-    pub(crate) fn new(pool: &Pool, plan: Arc<StepPlan>) -> Result<Self> {
+    /// Pins the arenas of a plan, zeroed.
+    pub fn new(pool: &Pool, plan: Arc<StepPlan>) -> Result<Self> {
         let slab = pool.slab("optimizer state", &plan.arena_bytes())?;
         Ok(Self { plan, slab })
+    }
+
+    /// The plan that says what lies where.
+    pub fn plan(&self) -> &Arc<StepPlan> {
+        &self.plan
     }
 
     /// The slab that holds it.
