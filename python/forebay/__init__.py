@@ -4,6 +4,10 @@
 What needs torch imports it when it is used.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from forebay import errors
 from forebay._core import version
 from forebay.errors import (
@@ -14,8 +18,13 @@ from forebay.errors import (
     OutOfMemoryError,
     StorageError,
 )
+from forebay.measure import backends, bench_step, probe
+
+if TYPE_CHECKING:
+    from forebay.optim import AdamW
 
 __all__ = [
+    "AdamW",
     "DeviceError",
     "Error",
     "InternalError",
@@ -23,8 +32,19 @@ __all__ = [
     "OutOfMemoryError",
     "StorageError",
     "__version__",
+    "backends",
+    "bench_step",
     "errors",
+    "probe",
     "version",
 ]
 
 __version__ = version()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "AdamW":
+        from forebay.optim import AdamW
+
+        return AdamW
+    raise AttributeError(f"module 'forebay' has no attribute {name!r}")

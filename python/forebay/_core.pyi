@@ -2,9 +2,83 @@
 The compiled part of forebay.
 """
 
-from typing import Any
+from _typeshed import Incomplete, SupportsGetItem, SupportsLenAndGetItem
+from typing import Any, SupportsFloat, SupportsIndex, final
 
-__all__ = ["_errors_for_test", "_gil_is_released_for_test", "_panic_for_test", "version"]
+__all__ = ["Engine", "HostView", "_errors_for_test", "_gil_is_released_for_test", "_panic_for_test", "backends", "bench_step", "probe", "version"]
+
+@final
+class Engine:
+    """
+    One optimizer's device, ring and host state.
+    """
+    def __new__(cls, /, device: str, slots: SupportsIndex, chunk_bytes: SupportsIndex) -> Engine:
+        """
+        Open a device; nothing is pinned or allocated yet.
+        """
+    def add(self, /, names: SupportsGetItem[int, str], elements: SupportsGetItem[int, SupportsIndex], amsgrad: SupportsGetItem[int, bool], master: SupportsGetItem[int, bool], on_host: SupportsGetItem[int, bool], budget_bytes: SupportsIndex | None) -> int:
+        """
+        Pin zeroed state for a list of tensors and return the number of their store.
+        """
+    def close(self, /) -> None:
+        """
+        Let go of ring and state. Buffers that are still held keep their slab.
+        """
+    def needed_bytes(self, /, elements: SupportsGetItem[int, SupportsIndex], amsgrad: SupportsGetItem[int, bool], master: SupportsGetItem[int, bool], on_host: SupportsGetItem[int, bool]) -> int:
+        """
+        Pinned bytes that a list of tensors needs, by the same plan as `add`.
+        """
+    def open_ring(self, /, addr: SupportsIndex, owner: Any, stream: SupportsIndex) -> None:
+        """
+        Make the ring in memory that `owner` keeps alive, or on the device itself where the address is 0.
+        """
+    def pinned_bytes(self, /) -> int:
+        """
+        Pinned bytes of this optimizer's state.
+        """
+    def resources_made(self, /) -> int:
+        """
+        Allocations, slabs, streams and events made on the device so far; constant from the second step on.
+        """
+    def ring_bytes(self, /) -> int:
+        """
+        Bytes of the ring to allocate for `open_ring`.
+        """
+    def settle(self, /, store: SupportsIndex, tensor: SupportsIndex) -> None:
+        """
+        Block until a tensor's stores have ended; others go on.
+        """
+    def stats(self, /) -> list[int]:
+        """
+        The last step in numbers, once its stores have ended: chunks, fetch_bytes, store_bytes, fetch_ns, update_ns, store_ns, stalls, stall_ns.
+        """
+    def step(self, /, tensors: SupportsGetItem[int, Incomplete], groups: SupportsGetItem[int, tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, bool]], stream: SupportsIndex, grad_scale: SupportsIndex) -> None:
+        """
+        Update the tensors of every store, in the order of the stores. Returns when the last update has been submitted,
+        or for memory on the host when it is done.
+        """
+    def synchronize(self, /) -> None:
+        """
+        Block until every store has ended.
+        """
+    def update_resident(self, /, tensors: Incomplete, elements: SupportsGetItem[int, SupportsIndex], state: SupportsGetItem[int, SupportsLenAndGetItem[SupportsIndex]], steps: SupportsGetItem[int, SupportsIndex], groups: SupportsGetItem[int, tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, bool]], stream: SupportsIndex, grad_scale: SupportsIndex) -> None:
+        """
+        Update tensors whose state is on the device too: `state` has four addresses for each, 0 for an absent kind.
+        """
+    def view(self, /, store: SupportsIndex, tensor: SupportsIndex, kind: str) -> HostView | None:
+        """
+        A tensor's state of one kind, or its step counter, as a buffer. An absent kind gives nothing.
+        """
+
+@final
+class HostView:
+    """
+    A range of a pinned slab as a Python buffer of exactly that size. It keeps the slab alive.
+    """
+    def __len__(self, /) -> int:
+        """
+        Bytes of the range.
+        """
 
 def _errors_for_test() -> list[tuple[str, Any]]:
     """
@@ -21,6 +95,21 @@ def _gil_is_released_for_test() -> bool:
 def _panic_for_test(message: str) -> None:
     """
     Panic inside the guard; it must arrive as an InternalError.
+    """
+
+def backends() -> tuple[list[str], list[tuple[str, str]]]:
+    """
+    The devices that can be opened, and for each backend that cannot be used here its name and the reason.
+    """
+
+def bench_step(device: str | None, params: SupportsIndex, slots: SupportsIndex, chunk_bytes: SupportsIndex, steps: SupportsIndex) -> str:
+    """
+    Run the streamed step over synthetic parameters; JSON text.
+    """
+
+def probe(device: str | None = None) -> str:
+    """
+    Measure a device, by default the first GPU; JSON text.
     """
 
 def version() -> str:

@@ -17,8 +17,11 @@ use forebay::{Error, device};
 use serde::Serialize;
 
 use options::{Bench, Cli, Command, DeviceChoice, StepArgs};
-use output::{Json, emit, fail};
+use output::{Json, check_writable, emit, fail};
 use progress::Bar;
+
+/// How long one rate of a simulated link is measured.
+const LINK_SECONDS: f64 = 0.25;
 
 fn main() -> ExitCode {
     let outcome = match Cli::try_parse() {
@@ -62,6 +65,7 @@ fn open_device(choice: &DeviceChoice) -> Result<SharedDevice, Failure> {
 
 fn run_probe(choice: &DeviceChoice, json: &Json) -> Result<ExitCode, Failure> {
     let device = open_device(choice)?;
+    json.path().map_or(Ok(()), check_writable)?;
     let options = ProbeOptions::for_backend(device.info().backend);
     let mut bar = Bar::new();
     let result = probe(&device, &options, &mut bar)?;
@@ -72,13 +76,23 @@ fn run_probe(choice: &DeviceChoice, json: &Json) -> Result<ExitCode, Failure> {
 
 fn run_bench_step(args: &StepArgs) -> Result<ExitCode, Failure> {
     let device = open_device(&args.device)?;
+    args.json.path().into_iter().chain(args.trace.as_deref()).try_for_each(check_writable)?;
+    let ring_bytes = args.chunk_bytes.saturating_mul(args.slots as u64);
     let model = match (&args.model, args.params) {
         (Some(name), _) => Model::named(name)?,
-        (None, Some(params)) => Model::synthetic(params)?,
+        (None, Some(params)) => {
+            // Asked before the shapes are made: the list of so many tensors might not fit either.
+            refuse_what_cannot_fit(&device, params, ring_bytes)?;
+            Model::synthetic(params)?
+        }
         (None, None) => StepBenchOptions::default_model(device.info().backend)?,
     };
-    refuse_what_cannot_fit(&device, &model)?;
+    refuse_what_cannot_fit(&device, model.params(), ring_bytes)?;
     let mut options = StepBenchOptions::new(model);
+    if let Some(gbps) = args.device.link_gbps {
+        // A simulated link keeps its pace from the first byte; a slow one need not be watched for a minute.
+        options.wire_bytes = options.wire_bytes.min((gbps * 1e9 * LINK_SECONDS).max(1.0) as u64);
+    }
     options.slot_bytes = args.chunk_bytes;
     options.slots = args.slots;
     options.steps = args.steps;
@@ -90,27 +104,28 @@ fn run_bench_step(args: &StepArgs) -> Result<ExitCode, Failure> {
     if let (Some(path), Some(trace)) = (&args.trace, &result.trace) {
         write(path, &trace.chrome_events())?;
         if !args.json.to_stdout() {
-            emit(&format!("wrote {path}: open it in Perfetto or chrome://tracing\n"));
+            emit(&format!("wrote {path}: open it in Perfetto or chrome://tracing\n"))?;
         }
     }
     Ok(if result.is_exact() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// A model whose state and parameters can never fit is refused with all the numbers before anything is measured.
-fn refuse_what_cannot_fit(device: &SharedDevice, model: &Model) -> Result<(), Failure> {
-    let (state, tensors) = (8 * model.params(), 8 * model.params());
+/// A model or a ring that can never fit is refused with all the numbers before anything is measured.
+fn refuse_what_cannot_fit(device: &SharedDevice, params: u64, ring_bytes: u64) -> Result<(), Failure> {
+    let state = params.saturating_mul(8);
+    let on_device = params.saturating_mul(8).saturating_add(ring_bytes);
     let memory = device.memory()?;
     let host = device::HostMemory::now();
-    if tensors > memory.free_bytes {
+    if on_device > memory.free_bytes {
         return Err(Failure::from(device::Error::OutOfDeviceMemory {
-            device: format!("{} (parameters and gradients of {})", device.info().name, model.name),
-            requested_bytes: tensors,
+            device: format!("{} (parameters, gradients and ring)", device.info().name),
+            requested_bytes: on_device,
             available_bytes: memory.free_bytes,
             capacity_bytes: memory.capacity_bytes,
         }));
     }
     // The CPU backend's device memory is host memory too.
-    let on_host = if device.info().backend == device::Backend::Cpu { state + tensors } else { state };
+    let on_host = if device.info().backend == device::Backend::Cpu { state.saturating_add(on_device) } else { state };
     if on_host > host.available_bytes {
         return Err(Failure::from(device::Error::SlabLargerThanMemory {
             requested_bytes: on_host,
@@ -127,12 +142,11 @@ fn report<T: Serialize>(json: &Json, result: &T, table: impl FnOnce() -> String)
         Json::Off => emit(&table()),
         Json::Stdout => emit(&format!("{}\n", pretty(result))),
         Json::File(path) => {
-            emit(&table());
+            emit(&table())?;
             write(path, result)?;
-            emit(&format!("wrote {path}\n"));
+            emit(&format!("wrote {path}\n"))
         }
     }
-    Ok(())
 }
 
 fn pretty<T: Serialize>(value: &T) -> String {

@@ -1,6 +1,7 @@
 //! Where results, errors and hints go.
 
-use std::io::Write as _;
+use std::fs::OpenOptions;
+use std::io::{ErrorKind, Write as _};
 use std::process::ExitCode;
 use std::str::FromStr;
 
@@ -32,11 +33,36 @@ impl Json {
     pub(crate) fn to_stdout(&self) -> bool {
         *self == Self::Stdout
     }
+
+    pub(crate) fn path(&self) -> Option<&str> {
+        if let Self::File(path) = self { Some(path) } else { None }
+    }
 }
 
-/// Writes to standard output. A reader that has seen enough (`| head`) is not an error.
-pub(crate) fn emit(text: &str) {
-    let _ = std::io::stdout().lock().write_all(text.as_bytes());
+/// Writes to standard output. A reader that has seen enough (`| head`) is not an error; a full disk is.
+pub(crate) fn emit(text: &str) -> Result<(), Failure> {
+    let mut out = std::io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            Err(Failure::Write { path: "to standard output".to_owned(), error })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Refuses a path that cannot be written, before minutes are spent on what should go there.
+pub(crate) fn check_writable(path: &str) -> Result<(), Failure> {
+    let found = std::fs::metadata(path);
+    // Opening and closing a pipe would tell its reader that all is over.
+    if found.as_ref().is_ok_and(|file| !file.is_file() && !file.is_dir()) {
+        return Ok(());
+    }
+    let opened = OpenOptions::new().append(true).create(true).open(path);
+    opened.map_err(|error| Failure::Write { path: path.to_owned(), error })?;
+    if found.is_err() {
+        let _ = std::fs::remove_file(path);
+    }
+    Ok(())
 }
 
 fn complain(text: &str) {
@@ -47,12 +73,10 @@ fn complain(text: &str) {
 pub(crate) fn usage(error: &clap::Error) -> ExitCode {
     if error.kind() == clap::error::ErrorKind::DisplayVersion {
         // Asked for here and not before: looking for a driver takes a moment that other commands need not wait.
-        emit(&format!("forebay {}\n", crate::tables::version()));
-        return ExitCode::SUCCESS;
+        return said(emit(&format!("forebay {}\n", crate::tables::version())));
     }
     if !error.use_stderr() {
-        emit(&error.to_string());
-        return ExitCode::SUCCESS;
+        return said(emit(&error.to_string()));
     }
     let text = error.to_string();
     let text = text.split("\n\nFor more information").next().unwrap_or(&text).trim_end();
@@ -60,18 +84,22 @@ pub(crate) fn usage(error: &clap::Error) -> ExitCode {
     ExitCode::from(2)
 }
 
+fn said(outcome: Result<(), Failure>) -> ExitCode {
+    outcome.map_or_else(|failure| fail(&failure), |()| ExitCode::SUCCESS)
+}
+
 /// Prints what went wrong and what to do about it.
 pub(crate) fn fail(failure: &Failure) -> ExitCode {
     let (text, hint, code) = match failure {
         Failure::Write { path, error } => (
             format!("cannot write {path}: {error}"),
-            "give a path in a folder that exists and can be written".to_owned(),
+            "give a path that can be written, in a folder that exists, on a disk with room".to_owned(),
             1,
         ),
         Failure::Engine(
             Error::InvalidOption { option, value, remedy }
             | Error::Device(device::Error::InvalidOption { option, value, remedy }),
-        ) => (format!("invalid {option}: {value}"), remedy.clone(), 2),
+        ) => (format!("invalid {}: {value}", flag(option)), remedy.clone(), 2),
         Failure::Engine(error) => (error.to_string(), hint(error).to_owned(), 1),
     };
     complain(&format!("error: {text}\n"));
@@ -81,11 +109,18 @@ pub(crate) fn fail(failure: &Failure) -> ExitCode {
     ExitCode::from(code)
 }
 
+/// The library's name of an option as the command line has it: `--chunk-bytes` for `chunk_bytes`.
+fn flag(option: &str) -> String {
+    format!("--{}", option.trim_start_matches('-').replace('_', "-"))
+}
+
 fn hint(error: &Error) -> &'static str {
     let Error::Device(error) = error else { return "" };
     match error {
         device::Error::DeviceAbsent { .. } => "use --device cpu, or run on a machine with an NVIDIA GPU and its driver",
-        device::Error::OutOfDeviceMemory { .. } => "use a smaller --model or --params, or free memory on the device",
+        device::Error::OutOfDeviceMemory { .. } => {
+            "use a smaller --model, --params, --slots or --chunk-bytes, or free memory on the device"
+        }
         device::Error::OutOfPinnedBudget { .. } | device::Error::SlabLargerThanMemory { .. } => {
             "use a smaller --model or --params: the state takes 8 bytes of host memory for each parameter"
         }

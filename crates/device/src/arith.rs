@@ -6,6 +6,7 @@
 //! ```text
 //! g = grad * grad_scale              where a scale is given
 //! g = -g                             where the sign is flipped (maximize)
+//! p = the parameter                  or its master, where one is kept and the parameter is its rounding
 //! p = fma(-decay, p, p)              where weight decay is not zero
 //! m = fma(beta1, m, (1 - beta1) * g)
 //! v = fma(beta2, v, (1 - beta2) * (g * g))
@@ -13,6 +14,10 @@
 //! d = sqrt(w) / sqrt(1 - beta2^t) + eps
 //! p = p - (step_size * m) / d        with step_size = lr / (1 - beta1^t)
 //! ```
+//!
+//! A master whose rounding is not the parameter gives way to the parameter, element by element. So a master that starts
+//! as zero becomes the weight at the first step, weights that were replaced are followed, and a master that was saved
+//! with its weights stays.
 //!
 //! This is what torch 2.11's fused CUDA AdamW computes for f32, found by comparing candidates with its results bit for
 //! bit; `decay`, `step_size` and the complements are rounded to f32 before they enter. [`crate::cpu`] compiles
@@ -68,10 +73,14 @@ impl Default for AdamWHyper {
 }
 
 impl AdamWHyper {
-    /// The scalars at step `t`, counted from 1. Bias corrections are powers of the f32 betas.
+    /// The scalars at step `t`, counted from 1, with correctly rounded powers.
     pub fn at_step(&self, t: u64) -> AdamWScalars {
+        self.with_powers(power_element(self.beta1 as f32, t), power_element(self.beta2 as f32, t))
+    }
+
+    /// The scalars from `beta1^t` and `beta2^t`, which a device may compute in its own way.
+    pub fn with_powers(&self, power1: f32, power2: f32) -> AdamWScalars {
         let (lr, beta1, beta2) = (self.lr as f32, self.beta1 as f32, self.beta2 as f32);
-        let power = |beta: f32| (f64::from(beta)).powf(t as f64) as f32;
         AdamWScalars {
             decay: lr * self.weight_decay as f32,
             decays: self.weight_decay != 0.0,
@@ -79,8 +88,8 @@ impl AdamWHyper {
             one_minus_beta1: 1.0 - beta1,
             beta2,
             one_minus_beta2: 1.0 - beta2,
-            step_size: lr / (1.0 - power(beta1)),
-            bias_correction2_sqrt: (1.0 - power(beta2)).sqrt(),
+            step_size: lr / (1.0 - power1),
+            bias_correction2_sqrt: (1.0 - power2).sqrt(),
             eps: self.eps as f32,
             maximize: self.maximize,
         }
@@ -113,6 +122,12 @@ pub fn adamw_element(old: AdamWElement, grad: f32, scale: f32, amsgrad: bool, s:
     let w = if amsgrad { x } else { v };
     let d = w.sqrt() / s.bias_correction2_sqrt + s.eps;
     AdamWElement { p: p - (s.step_size * m) / d, m, v, x }
+}
+
+/// `beta^t`, correctly rounded but for rare ties.
+#[inline(always)]
+pub fn power_element(beta: f32, t: u64) -> f32 {
+    f64::from(beta).powf(t as f64) as f32
 }
 
 /// The value at `index` of the sequence `seed`, uniform in `low..high`.

@@ -47,6 +47,15 @@ pub enum Kernel<'a> {
         /// Upper bound.
         high: f32,
     },
+    /// `dst[i] = beta^(first + i)` as the device's own `powf` gives it: the raw material of bias corrections.
+    Powers {
+        /// Where the f32 powers go.
+        dst: Region,
+        /// The base.
+        beta: f32,
+        /// The first exponent.
+        first: u64,
+    },
     /// Adds the number of differing 4-byte words to a u64.
     CountDifferences {
         /// One side.
@@ -97,7 +106,7 @@ pub struct AdamWSegment {
     pub exp_avg_sq: Region,
     /// Largest second moment so far, f32: amsgrad.
     pub max_exp_avg_sq: Option<Region>,
-    /// Master weights, f32; the parameter is their rounding.
+    /// Master weights, f32; where the parameter is not their rounding, they give way to it.
     pub master: Option<Region>,
     /// Which entry of [`AdamW::scalars`] applies.
     pub scalars: u32,
@@ -158,6 +167,7 @@ impl Kernel<'_> {
         match self {
             Self::Fill { .. } => "fill",
             Self::Uniform { .. } => "uniform",
+            Self::Powers { .. } => "powers",
             Self::CountDifferences { .. } => "count differences",
             Self::AdamW(_) => "adamw",
             Self::Spin { .. } => "spin",
@@ -168,7 +178,7 @@ impl Kernel<'_> {
     /// Every region the kernel touches, and whether it writes it.
     pub(crate) fn accesses(&self) -> Vec<(&Region, bool)> {
         match self {
-            Self::Fill { dst, .. } | Self::Uniform { dst, .. } => vec![(dst, true)],
+            Self::Fill { dst, .. } | Self::Uniform { dst, .. } | Self::Powers { dst, .. } => vec![(dst, true)],
             Self::CountDifferences { a, b, count } => vec![(a, false), (b, false), (count, true)],
             Self::AdamW(step) => {
                 let flags = step.grad_scale.iter().chain(&step.skip).map(|region| (region, false));
@@ -210,6 +220,7 @@ impl Kernel<'_> {
                 }
                 words(dst, 4)
             }
+            Self::Powers { dst, .. } => words(dst, 4),
             Self::CountDifferences { a, b, count } => {
                 words(a, 4)?;
                 words(b, 4)?;

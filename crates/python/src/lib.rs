@@ -9,7 +9,11 @@
 
 mod error;
 mod guard;
+mod measure;
+mod optimizer;
 mod testing;
+#[expect(unsafe_code, reason = "torch's memory and streams come as numbers")]
+mod torch;
 
 /// The compiled part of forebay.
 #[pyo3::pymodule]
@@ -17,7 +21,13 @@ mod _core {
     use pyo3::prelude::*;
 
     #[pymodule_export]
+    use crate::measure::{backends, bench_step, probe};
+    #[pymodule_export]
+    use crate::optimizer::Engine;
+    #[pymodule_export]
     use crate::testing::{_errors_for_test, _gil_is_released_for_test, _panic_for_test};
+    #[pymodule_export]
+    use crate::torch::HostView;
 
     /// The version of the extension module, which is the version of the package.
     #[pyfunction]

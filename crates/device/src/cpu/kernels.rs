@@ -6,7 +6,7 @@
 
 use half::f16;
 
-use crate::arith::{AdamWElement, AdamWScalars, adamw_element, uniform_element};
+use crate::arith::{AdamWElement, AdamWScalars, adamw_element, power_element, uniform_element};
 use crate::kernel::{AdamWSegment, Dtype};
 use crate::memory::Region;
 
@@ -82,6 +82,20 @@ unsafe fn narrow(from: &[f32], region: &Region, dtype: Dtype, start: usize) {
             // SAFETY: as above.
             let into = unsafe { &mut slice::<u16>(region)[start..end] };
             into.iter_mut().zip(from).for_each(|(to, &from)| *to = convert(from));
+        }
+    }
+}
+
+/// Takes the master for every weight that is its rounding; see [`crate::arith`].
+fn prefer_master(weights: &mut [f32], master: &[f32], dtype: Dtype) {
+    let rounded: fn(f32) -> f32 = match dtype {
+        Dtype::F32 => |value| value,
+        Dtype::Bf16 => |value| bf16_to_f32(f32_to_bf16(value)),
+        Dtype::F16 => |value| f16_to_f32(f32_to_f16(value)),
+    };
+    for (weight, &master) in weights.iter_mut().zip(master) {
+        if rounded(master).to_bits() == weight.to_bits() {
+            *weight = master;
         }
     }
 }
@@ -193,10 +207,10 @@ pub(crate) fn adamw(segment: &AdamWSegment, scale: f32, s: &AdamWScalars, unit: 
         // SAFETY: as above; neither the gradient nor the parameter overlaps the state.
         unsafe {
             widen(&segment.grad, segment.grad_dtype, start, g);
-            match &master {
-                Some(master) => p.copy_from_slice(&master[range.clone()]),
-                None => widen(&segment.param, segment.param_dtype, start, p),
-            }
+            widen(&segment.param, segment.param_dtype, start, p);
+        }
+        if let Some(master) = &master {
+            prefer_master(p, &master[range.clone()], segment.param_dtype);
         }
         let block = Block {
             p,
@@ -227,6 +241,13 @@ pub(crate) fn uniform(dst: &Region, seed: u64, low: f32, high: f32) {
     // SAFETY: as in `fill`; `Kernel::check` also saw to alignment and size.
     let values = unsafe { slice::<f32>(dst) };
     values.iter_mut().enumerate().for_each(|(i, value)| *value = uniform_element(seed, i as u64, low, high));
+}
+
+/// Fills a checked region of f32 with powers.
+pub(crate) fn powers(dst: &Region, beta: f32, first: u64) {
+    // SAFETY: as in `uniform`.
+    let values = unsafe { slice::<f32>(dst) };
+    values.iter_mut().enumerate().for_each(|(i, value)| *value = power_element(beta, first + i as u64));
 }
 
 /// Adds the number of differing words to a count.

@@ -300,6 +300,10 @@ impl CpuDevice {
                 kernels::uniform(&dst, seed, low, high);
                 Ok(())
             }),
+            Kernel::Powers { dst, beta, first } => Box::new(move || {
+                kernels::powers(&dst, beta, first);
+                Ok(())
+            }),
             Kernel::CountDifferences { a, b, count } => Box::new(move || {
                 kernels::count_differences(&a, &b, &count);
                 Ok(())

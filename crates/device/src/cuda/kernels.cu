@@ -64,6 +64,10 @@ __device__ void update(float& p, float& m, float& v, float& x, float grad, float
     p = __fsub_rn(p, __fdiv_rn(__fmul_rn(s.step_size, m), d));
 }
 
+__device__ bool same(float a, float b) { return __float_as_uint(a) == __float_as_uint(b); }
+__device__ bool same(Bf16 a, Bf16 b) { return a.bits == b.bits; }
+__device__ bool same(F16 a, F16 b) { return a.bits == b.bits; }
+
 // N elements starting at `at`: loaded together, so that all their reads are under way at once.
 template <int N, class P, class G>
 __device__ void update_run(const Segment& seg, const Scalars& s, float scale, u32 at) {
@@ -72,16 +76,20 @@ __device__ void update_run(const Segment& seg, const Scalars& s, float scale, u3
     struct alignas(N * sizeof(float)) Fs { float at[N]; };
     auto f = [at](u64 base) { return reinterpret_cast<Fs*>(base + u64(at) * sizeof(float)); };
     Ps* params = reinterpret_cast<Ps*>(seg.param + u64(at) * sizeof(P));
-    Ps p;
+    Ps p = *params;
     Fs master, x;
     if (seg.master) master = *f(seg.master);
-    else p = *params;
     Gs g = *reinterpret_cast<const Gs*>(seg.grad + u64(at) * sizeof(G));
     Fs m = *f(seg.exp_avg), v = *f(seg.exp_avg_sq);
     if (seg.max_exp_avg_sq) x = *f(seg.max_exp_avg_sq);
 #pragma unroll
     for (int i = 0; i < N; i++) {
-        float weight = seg.master ? master.at[i] : widen(p.at[i]);
+        float weight = widen(p.at[i]);
+        if (seg.master) {
+            P rounded;
+            narrow(master.at[i], rounded);
+            if (same(rounded, p.at[i])) weight = master.at[i];
+        }
         float largest = seg.max_exp_avg_sq ? x.at[i] : 0.0f;
         update(weight, m.at[i], v.at[i], largest, widen(g.at[i]), scale, seg.max_exp_avg_sq != 0, s);
         narrow(weight, p.at[i]);
@@ -141,6 +149,13 @@ extern "C" __global__ void uniform(float* values, u64 elements, u64 seed, float 
         z ^= z >> 31;
         float unit = __fmul_rn(float(u32(z >> 40)), 1.0f / 16777216.0f);
         values[i] = __fmaf_rn(unit, width, low);
+    }
+}
+
+// torch's fused AdamW takes its bias corrections from powf on the device, which is not correctly rounded.
+extern "C" __global__ void powers(float* values, u64 elements, float beta, u64 first) {
+    for (u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x; i < elements; i += u64(gridDim.x) * blockDim.x) {
+        values[i] = powf(beta, float(first + i));
     }
 }
 

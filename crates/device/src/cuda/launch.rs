@@ -104,6 +104,7 @@ pub(crate) struct Kernels {
     module: sys::CUmodule,
     adamw: [sys::CUfunction; 9],
     uniform: sys::CUfunction,
+    powers: sys::CUfunction,
     count_differences: sys::CUfunction,
     spin: sys::CUfunction,
     trap: sys::CUfunction,
@@ -165,6 +166,7 @@ impl Kernels {
         Ok(Self {
             adamw,
             uniform: find("uniform")?,
+            powers: find("powers")?,
             count_differences: find("count_differences")?,
             spin: find("spin")?,
             trap: find("trap")?,
@@ -190,6 +192,12 @@ impl Kernels {
                 let (mut seed, mut low, mut high) = (*seed, *low, *high);
                 let mut args = [arg(&mut values), arg(&mut elements), arg(&mut seed), arg(&mut low), arg(&mut high)];
                 self.start(self.uniform, wide(elements), THREADS, stream, &mut args)
+            }
+            Kernel::Powers { dst, beta, first } => {
+                let (mut values, mut elements) = (dst.addr() as u64, dst.bytes() / 4);
+                let (mut beta, mut first) = (*beta, *first);
+                let mut args = [arg(&mut values), arg(&mut elements), arg(&mut beta), arg(&mut first)];
+                self.start(self.powers, wide(elements), THREADS, stream, &mut args)
             }
             Kernel::CountDifferences { a, b, count } => {
                 let (mut a_addr, mut b_addr, mut words) = (a.addr() as u64, b.addr() as u64, a.bytes() / 4);

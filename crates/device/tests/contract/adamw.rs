@@ -20,9 +20,8 @@ const LENGTHS: [usize; 6] = [1, 3, 4095, 4096, 4097, 20_000];
 
 /// Plausible training state: its values differ per segment, element and operand.
 fn plausible(segment: usize, element: usize) -> Values {
-    let value = |operand: u64, low, high| {
-        uniform_element(1000 + 10 * segment as u64 + operand, element as u64, low, high)
-    };
+    let value =
+        |operand: u64, low, high| uniform_element(1000 + 10 * segment as u64 + operand, element as u64, low, high);
     [
         value(0, -1.0, 1.0),
         value(1, -0.5, 0.5),

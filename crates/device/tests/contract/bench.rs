@@ -130,6 +130,10 @@ impl Subject {
         std::array::from_fn(|_| self.event().unwrap())
     }
 
+    pub(crate) fn timed_events<const N: usize>(&self) -> [Event; N] {
+        std::array::from_fn(|_| self.timed_event().unwrap())
+    }
+
     /// Page-locked memory of exactly so many bytes.
     pub(crate) fn pinned(&self, bytes: u64) -> Region {
         self.pin(SlabLayout::new(&[bytes]).unwrap()).unwrap().part(0).unwrap()

@@ -212,8 +212,7 @@ fn a_query_that_says_yes_orders(on: &Subject) {
 fn two_reads_need_no_order(on: &Subject) {
     let [a, b] = on.streams(["a", "b"]);
     let (buffer, source) = (on.upload(&[9; 64]), on.pinned(64));
-    let (into_a, into_b, slot_a, slot_b) =
-        (on.pinned(64), on.pinned(64), on.alloc(64).unwrap(), on.alloc(64).unwrap());
+    let (into_a, into_b, slot_a, slot_b) = (on.pinned(64), on.pinned(64), on.alloc(64).unwrap(), on.alloc(64).unwrap());
     on.copy(&a, &buffer.all(), &into_a).unwrap();
     on.copy(&b, &buffer.all(), &into_b).unwrap();
     on.copy(&a, &source, &slot_a.all()).unwrap();

@@ -105,14 +105,14 @@ fn copies_that_do_not_fit_are_refused(on: &Subject) {
 
 fn what_belongs_to_another_device_is_refused(on: &Subject) {
     let [stream] = on.streams(["home"]);
-    let event = on.event().unwrap();
+    let event = on.timed_event().unwrap();
     let (buffer, host) = (on.upload(&[1; 64]), on.pinned(64));
     on.record(&event, &stream).unwrap();
     let foreigners = [on.kind.open(None), CpuDevice::open(CpuOptions::default()).unwrap() as Arc<dyn Device>];
     for device in foreigners {
         let other = Subject::wrapping(device, on.kind);
         let [other_stream] = other.streams(["abroad"]);
-        let other_event = other.event().unwrap();
+        let other_event = other.timed_event().unwrap();
         let (other_buffer, other_host) = (other.upload(&[2; 64]), other.pinned(64));
         other.record(&other_event, &other_stream).unwrap();
 

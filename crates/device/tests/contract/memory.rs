@@ -33,8 +33,7 @@ fn buffers_are_exact_and_aligned(on: &Subject) {
         .into();
     for (i, a) in buffers.iter().enumerate() {
         for b in &buffers[i + 1..] {
-            let disjoint =
-                a.addr() + a.bytes() as usize <= b.addr() || b.addr() + b.bytes() as usize <= a.addr();
+            let disjoint = a.addr() + a.bytes() as usize <= b.addr() || b.addr() + b.bytes() as usize <= a.addr();
             assert!(disjoint, "{a:?} and {b:?} share bytes");
         }
     }
@@ -148,12 +147,8 @@ fn nothing_of_zero_bytes_is_made(on: &Subject) {
 
 fn ranges_outside_are_refused_with_numbers(on: &Subject) {
     let buffer = on.alloc(100).unwrap();
-    let out = |offset_bytes, len_bytes, size_bytes| Error::OutOfRange {
-        what: "region",
-        offset_bytes,
-        len_bytes,
-        size_bytes,
-    };
+    let out =
+        |offset_bytes, len_bytes, size_bytes| Error::OutOfRange { what: "region", offset_bytes, len_bytes, size_bytes };
     for (offset, len) in [(0, 101), (100, 1), (101, 0), (99, 2), (u64::MAX, 1), (1, u64::MAX), (u64::MAX, u64::MAX)] {
         assert_eq!(buffer.region(offset, len).unwrap_err(), out(offset, len, 100));
     }
@@ -174,7 +169,7 @@ fn counters_count_what_is_made_and_nothing_else(on: &Subject) {
     let (a, b) = (on.alloc(4096).unwrap(), on.alloc(4096).unwrap());
     let host = on.pinned(4096);
     let [stream] = on.streams(["only"]);
-    let [first, second, _third] = on.events();
+    let ([first, second], [_third]) = (on.timed_events(), on.events());
     assert_eq!(on.counters(), count(2, 1, 1, 3));
     for _ in 0..3 {
         on.write(&[1; 4096], &host).unwrap();
@@ -252,6 +247,7 @@ fn clones_share_the_memory(on: &Subject) {
     let clone = buffer.clone();
     assert_eq!((clone.addr(), buffer.holders()), (buffer.addr(), 2));
     drop(buffer);
-    assert_eq!((on.download(&clone.all()), clone.holders()), (vec![1; 64], 1));
+    assert_eq!(clone.holders(), 1);
+    assert_eq!(on.download(&clone.all()), vec![1; 64]);
     assert_eq!(on.memory().unwrap().allocated_bytes, 64);
 }

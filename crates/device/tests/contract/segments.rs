@@ -88,11 +88,7 @@ pub(crate) struct Problem {
 }
 
 impl Problem {
-    pub(crate) fn new(
-        scalars: &[AdamWScalars],
-        shapes: &[Shape],
-        values: impl Fn(usize, usize) -> Values,
-    ) -> Self {
+    pub(crate) fn new(scalars: &[AdamWScalars], shapes: &[Shape], values: impl Fn(usize, usize) -> Values) -> Self {
         let mut images: [Vec<u8>; 6] = std::array::from_fn(|_| vec![0xa5; 8]);
         let mut segments = Vec::with_capacity(shapes.len());
         for (index, shape) in shapes.iter().enumerate() {
@@ -197,21 +193,15 @@ impl Problem {
                         found.to_bits(),
                         want.to_bits()
                     );
-                    // Equal but for the payload of a NaN; made equal so that what is left to compare is the rest.
-                    got.set(segment, operand, i, &narrow(want, shape.dtype(operand)));
                 }
+                // Equal but for the payloads of NaNs; made equal, so that what is left to compare is the rest.
+                let start = self.segments[segment].1[operand];
+                let range = start..start + shape.elements * shape.dtype(operand).bytes() as usize;
+                got.images[operand][range.clone()].copy_from_slice(&self.images[operand][range]);
             }
         }
         for operand in 0..6 {
-            let mut want = self.clone();
-            for segment in 0..self.segments.len() {
-                let shape = self.segments[segment].0;
-                for i in (0..shape.elements).filter(|_| shape.has(operand)) {
-                    let value = self.value(segment, operand, i);
-                    want.set(segment, operand, i, &narrow(value, shape.dtype(operand)));
-                }
-            }
-            assert!(got.images[operand] == want.images[operand], "{what}: bytes beside operand {operand} changed");
+            assert!(got.images[operand] == self.images[operand], "{what}: bytes beside operand {operand} changed");
         }
     }
 }

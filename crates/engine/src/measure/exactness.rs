@@ -181,6 +181,7 @@ pub(super) fn specs(tensors: &[TensorShape]) -> Vec<TensorSpec> {
             name: tensor.name.clone(),
             elements: tensor.elements,
             kinds: StateKind::set(false, false),
+            on_host: false,
         })
         .collect()
 }

@@ -154,7 +154,7 @@ pub fn bench_step(device: &SharedDevice, options: &StepBenchOptions, progress: &
     let pipeline = Pipeline::new(&pool, *slots, *slot_bytes)?;
     let driver_ring_bytes = pinned.saturating_sub(free()?);
     let driver_pin_bytes = before.saturating_sub(pinned);
-    let streamed = StreamedAdamW::from_parts(state, pipeline);
+    let streamed = StreamedAdamW::from_parts(state, Arc::new(pipeline));
     progress.advance();
     // A tenth of the device stays free: the driver needs some of it, and so may others.
     let memory = device.memory()?;

@@ -20,7 +20,7 @@ mod ring;
 
 use std::sync::Arc;
 
-use forebay_device::{Buffer, Device, Event, Region, SharedDevice, Stream};
+use forebay_device::{ALIGN_BYTES, Buffer, Device, Event, Region, SharedDevice, Stream};
 use serde::Serialize;
 
 pub use in_flight::InFlight;
@@ -47,7 +47,8 @@ struct Shared {
     slots: Vec<SlotRecord>,
     epoch: Event,
     books: Mutex<Books>,
-    _memory: Lease<Buffer>,
+    /// Holds the ring's entry in the pool's books; the slots' regions hold the memory itself.
+    _lease: Option<Lease<Buffer>>,
 }
 
 #[derive(Debug)]
@@ -122,6 +123,13 @@ struct Books {
     trace: Trace,
 }
 
+impl Drop for Pipeline {
+    /// The ring's memory may be somebody else's, who must not get it back while the device uses it.
+    fn drop(&mut self) {
+        let _ = self.drain();
+    }
+}
+
 /// A fixed part of the ring's memory, owned until dropped.
 #[derive(Debug)]
 pub struct Slot {
@@ -149,13 +157,43 @@ impl Drop for Slot {
 impl Pipeline {
     /// Allocates the ring, the streams and the events.
     pub fn new(pool: &Pool, slots: usize, slot_bytes: u64) -> Result<Self> {
-        let device = pool.device().clone();
-        let memory = pool.device_buffer("slot ring", slot_bytes * slots as u64)?;
+        let memory = pool.device_buffer("slot ring", Self::ring_bytes(slots, slot_bytes))?;
+        Self::build(pool.device().clone(), &memory, slots, slot_bytes, Some(memory.clone()))
+    }
+
+    /// The same in memory that somebody else allocated, of at least [`Self::ring_bytes`]. What was submitted to `after`
+    /// so far may still use that memory; the first fetch waits for it.
+    pub fn in_memory(
+        device: SharedDevice,
+        memory: &Buffer,
+        slots: usize,
+        slot_bytes: u64,
+        after: &Stream,
+    ) -> Result<Self> {
+        let pipeline = Self::build(device, memory, slots, slot_bytes, None)?;
+        pipeline.device().record(&pipeline.shared.epoch, after)?;
+        pipeline.device().wait(&pipeline.fetch, &pipeline.shared.epoch)?;
+        Ok(pipeline)
+    }
+
+    /// Bytes of a ring. Slots start aligned, whatever their size: a kernel refuses an f32 at an odd address.
+    pub fn ring_bytes(slots: usize, slot_bytes: u64) -> u64 {
+        slot_bytes.next_multiple_of(ALIGN_BYTES) * slots as u64
+    }
+
+    fn build(
+        device: SharedDevice,
+        memory: &Buffer,
+        slots: usize,
+        slot_bytes: u64,
+        lease: Option<Lease<Buffer>>,
+    ) -> Result<Self> {
+        let stride = slot_bytes.next_multiple_of(ALIGN_BYTES);
         let timers = || -> Result<[Event; 2]> { Ok([device.timed_event()?, device.timed_event()?]) };
         let records = (0..slots)
             .map(|i| {
                 Ok(SlotRecord {
-                    region: memory.region(i as u64 * slot_bytes, slot_bytes)?,
+                    region: memory.region(i as u64 * stride, slot_bytes)?,
                     ends: [device.event()?, device.event()?, device.event()?],
                     timers: [timers()?, timers()?, timers()?],
                     passage: Mutex::new(None),
@@ -163,14 +201,8 @@ impl Pipeline {
             })
             .collect::<Result<Vec<_>>>()?;
         let (fetch, store, epoch) = (device.stream("fetch")?, device.stream("store")?, device.timed_event()?);
-        let shared = Shared {
-            ring: Ring::new(0..slots),
-            slots: records,
-            epoch,
-            books: Mutex::default(),
-            _memory: memory,
-            device,
-        };
+        let shared =
+            Shared { ring: Ring::new(0..slots), slots: records, epoch, books: Mutex::default(), _lease: lease, device };
         Ok(Self { fetch, store, shared: Arc::new(shared) })
     }
 
@@ -251,11 +283,12 @@ impl Pipeline {
         payload_bytes: u64,
     ) -> Result<InFlight<Slot>> {
         let slot = slot.on(&**self.device(), &self.store)?;
-        let run = lock(&self.shared.books).run;
-        // Noted before the copies are submitted: those that are accepted must be found even when a later one is refused.
+        let (run, index) = (lock(&self.shared.books).run, slot.index);
         let passage = Passage { run, chunk: chunk as u32, payload_bytes, stored: to.to_vec(), timed: slot.timed };
-        *lock(&self.shared.slots[slot.index].passage) = Some(passage);
         slot.stage(&self.store, Stage::Store, |device, memory| {
+            // Noted before the copies are submitted: those that are accepted must be found even when a later one is
+            // refused. Not noted before the stage begins: its end is recorded from here on, and somebody will wait.
+            *lock(&self.shared.slots[index].passage) = Some(passage);
             from.iter()
                 .zip(to)
                 .try_for_each(|(&(offset, len), to)| Ok(device.copy(&self.store, &memory.slice(offset, len)?, to)?))
@@ -276,7 +309,7 @@ impl Pipeline {
         Ok(())
     }
 
-    /// Blocks until every store has ended, and completes the books.
+    /// Blocks until every store has ended, and whatever a failed run left under way, and completes the books.
     pub fn drain(&self) -> Result<()> {
         for (index, slot) in self.shared.slots.iter().enumerate() {
             if lock(&slot.passage).is_some() {
@@ -284,7 +317,8 @@ impl Pipeline {
                 self.shared.harvest(index)?;
             }
         }
-        Ok(())
+        // A passage that broke off before its store may still be fetching: the host must not write under it.
+        self.shared.ring.settle()
     }
 
     /// What the run did so far; complete after [`Self::drain`].
@@ -380,7 +414,8 @@ impl Shared {
             return Ok(());
         }
         for ((stage, time), [begin, _]) in Stage::ALL.into_iter().zip(times).zip(&slot.timers) {
-            let start_ns = self.device.elapsed_ns(&self.epoch, begin)?;
+            // A passage from before the trace was asked for has no place in it.
+            let Ok(start_ns) = self.device.elapsed_ns(&self.epoch, begin) else { return Ok(()) };
             books.trace.push(Span {
                 stage,
                 chunk: passage.chunk,

@@ -86,8 +86,16 @@ impl<T, F: Fence> Ring<T, F> {
         self.returned.notify_one();
     }
 
+    /// Waits for the fences of the slots that nobody owns.
+    pub(crate) fn settle(&self) -> Result<()> {
+        for _ in 0..self.idle() {
+            let (slot, _) = self.acquire()?;
+            self.release(slot, None);
+        }
+        Ok(())
+    }
+
     /// Slots that nobody owns.
-    #[cfg_attr(loom, expect(dead_code, reason = "used by the other tests"))]
     pub(crate) fn idle(&self) -> usize {
         lock(&self.free).len()
     }

@@ -8,7 +8,7 @@ use std::fmt;
 use std::fmt::Write as _;
 use std::ops::Range;
 
-use forebay_device::PIECE_BYTES;
+use forebay_device::{ALIGN_BYTES, PIECE_BYTES};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -18,6 +18,9 @@ pub const ALIGN_ELEMENTS: u64 = 64;
 
 /// Bytes of one element of state.
 pub const STATE_BYTES: u64 = 4;
+
+/// Parts of a slot that a parameter and a gradient on the host take, each with room for f32.
+pub const HOST_OPERANDS: u64 = 2;
 
 /// What is kept for each element of a parameter, as f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -52,6 +55,8 @@ pub struct TensorSpec {
     pub elements: u64,
     /// What is kept for it.
     pub kinds: Vec<StateKind>,
+    /// Whether the parameter and its gradient lie on the host and travel through the slot with the state.
+    pub on_host: bool,
 }
 
 /// What the user asks for.
@@ -76,6 +81,8 @@ impl Default for PlanOptions {
 pub struct Bucket {
     /// Its arenas, one for each kind.
     pub kinds: Vec<StateKind>,
+    /// Whether parameters and gradients travel too.
+    pub on_host: bool,
     /// Elements of each arena, alignment included.
     pub elements: u64,
     /// The index of its first arena among all arenas of the plan.
@@ -151,6 +158,10 @@ impl StepPlan {
     fn place_tensors(&mut self) -> Result<()> {
         let limit = self.options.arena_limit_bytes / STATE_BYTES;
         for tensor in &self.tensors {
+            if tensor.kinds.is_empty() {
+                let reason = "no kind of state is kept for it; leave it out".to_owned();
+                return Err(Error::PlanMismatch { tensor: tensor.name.clone(), reason });
+            }
             if tensor.elements > limit {
                 return Err(Error::PlanMismatch {
                     tensor: tensor.name.clone(),
@@ -161,11 +172,12 @@ impl StepPlan {
                 });
             }
             // The newest bucket of its kinds, unless it is full.
-            let open = self.buckets.iter().rposition(|bucket| bucket.kinds == tensor.kinds);
+            let open = self.buckets.iter().rposition(|b| b.kinds == tensor.kinds && b.on_host == tensor.on_host);
             let bucket = open
                 .filter(|&b| self.buckets[b].elements.next_multiple_of(ALIGN_ELEMENTS) + tensor.elements <= limit)
                 .unwrap_or_else(|| {
-                    self.buckets.push(Bucket { kinds: tensor.kinds.clone(), elements: 0, first_arena: 0 });
+                    let (kinds, on_host) = (tensor.kinds.clone(), tensor.on_host);
+                    self.buckets.push(Bucket { kinds, on_host, elements: 0, first_arena: 0 });
                     self.buckets.len() - 1
                 });
             let elements = &mut self.buckets[bucket].elements;
@@ -182,14 +194,17 @@ impl StepPlan {
     }
 
     fn cut_bucket(&mut self, bucket: usize) -> Result<()> {
-        let Bucket { kinds, elements, .. } = &self.buckets[bucket];
-        let (kinds, total) = (kinds.len() as u64, *elements);
+        let Bucket { kinds, on_host, elements, .. } = &self.buckets[bucket];
+        let (kinds, total) = (kinds.len() as u64 + if *on_host { HOST_OPERANDS } else { 0 }, *elements);
         let capacity = self.options.slot_bytes / (STATE_BYTES * kinds) / ALIGN_ELEMENTS * ALIGN_ELEMENTS;
         if capacity == 0 {
             return Err(Error::InvalidOption {
                 option: "chunk_bytes",
                 value: self.options.slot_bytes.to_string(),
-                remedy: format!("{kinds} kinds of state need at least {}", STATE_BYTES * kinds * ALIGN_ELEMENTS),
+                remedy: format!(
+                    "{kinds} values for each element need at least {}",
+                    STATE_BYTES * kinds * ALIGN_ELEMENTS
+                ),
             });
         }
         let Self { tensors, homes, segments, chunks, .. } = self;
@@ -266,9 +281,9 @@ impl StepPlan {
         self.tensors.iter().map(|t| t.elements).sum()
     }
 
-    /// Bytes of the ring on the device.
+    /// Bytes of the ring on the device, whose slots start aligned.
     pub fn ring_bytes(&self) -> u64 {
-        self.options.slot_bytes * self.options.slots as u64
+        self.options.slot_bytes.next_multiple_of(ALIGN_BYTES) * self.options.slots as u64
     }
 
     /// How many tensors lie in more than one chunk.

@@ -1,5 +1,6 @@
 //! The streamed AdamW step: state on the host, updated chunk by chunk through the ring.
 
+mod powers;
 mod state;
 
 use std::sync::Arc;
@@ -7,6 +8,7 @@ use std::sync::Arc;
 use forebay_device::arith::AdamWScalars;
 use forebay_device::{AdamW, AdamWSegment, Dtype, Kernel, Region, Stream};
 
+pub use powers::Powers;
 pub use state::HostState;
 
 use crate::error::{Error, Result};
@@ -15,7 +17,7 @@ use crate::plan::{Chunk, Segment, StateKind, StepPlan};
 use crate::pool::Pool;
 use crate::trace::Trace;
 
-/// A parameter and its gradient at one step, both on the device.
+/// A parameter and its gradient at one step, both on the device, or both on the host where that was planned.
 #[derive(Debug, Clone)]
 pub struct Binding {
     /// The parameter's elements.
@@ -39,24 +41,53 @@ pub struct StepInputs<'a> {
     pub skip: Option<Region>,
 }
 
+/// What every parameter has.
+const MOMENTS: [StateKind; 2] = [StateKind::ExpAvg, StateKind::ExpAvgSq];
+
+/// Copies of one stage: regions of the host, and the offset and length of each in the slot.
+struct Moves {
+    host: Vec<Region>,
+    slot: Vec<(u64, u64)>,
+}
+
+impl Moves {
+    fn push(&mut self, host: Region, slot: (u64, u64)) {
+        self.host.push(host);
+        self.slot.push(slot);
+    }
+}
+
+/// Both stages of one chunk.
+struct Route {
+    fetch: Moves,
+    store: Moves,
+}
+
 /// AdamW with its state on the host.
 #[derive(Debug)]
 pub struct StreamedAdamW {
     plan: Arc<StepPlan>,
     state: HostState,
-    pipeline: Pipeline,
+    pipeline: Arc<Pipeline>,
 }
 
 impl StreamedAdamW {
     /// Pins the state, zeroed, and allocates the ring.
     pub fn new(pool: &Pool, plan: Arc<StepPlan>) -> Result<Self> {
+        for (spec, kind) in plan.tensors().iter().flat_map(|spec| MOMENTS.map(|kind| (spec, kind))) {
+            if !spec.kinds.contains(&kind) {
+                let reason = format!("AdamW needs {kind:?}");
+                return Err(Error::PlanMismatch { tensor: spec.name.clone(), reason });
+            }
+        }
         let options = plan.options();
         let pipeline = Pipeline::new(pool, options.slots, options.slot_bytes)?;
-        Ok(Self::from_parts(HostState::new(pool, plan)?, pipeline))
+        Ok(Self::from_parts(HostState::new(pool, plan)?, Arc::new(pipeline)))
     }
 
-    /// The same from parts that are there already. The pipeline's slots are at least as large as the plan's.
-    pub fn from_parts(state: HostState, pipeline: Pipeline) -> Self {
+    /// The same from parts that are there already. The pipeline's slots are at least as large as the plan's; several
+    /// states may share one.
+    pub fn from_parts(state: HostState, pipeline: Arc<Pipeline>) -> Self {
         Self { plan: state.plan().clone(), state, pipeline }
     }
 
@@ -78,24 +109,29 @@ impl StreamedAdamW {
     /// Updates every tensor that has a gradient, on `compute`, and returns when the last update has been submitted; at
     /// most as many stores as there are slots are then still under way.
     pub fn step(&self, tensors: &[Binding], inputs: &StepInputs<'_>, compute: &Stream) -> Result<()> {
-        self.check(tensors)?;
+        self.check(tensors, inputs)?;
         self.pipeline.begin()?;
+        self.run(tensors, inputs, compute)
+    }
+
+    /// The inner loop of [`Self::step`], for several states in one run: check them all, begin, run each.
+    pub fn run(&self, tensors: &[Binding], inputs: &StepInputs<'_>, compute: &Stream) -> Result<()> {
         for (index, chunk) in self.plan.chunks().iter().enumerate() {
             let segments = self.plan.segments(chunk);
             let payload_bytes = self.payload_bytes(chunk, segments, tensors);
             if payload_bytes == 0 {
                 continue;
             }
-            let (host, parts) = (self.state.chunk(chunk)?, self.state.parts(chunk));
+            let Route { fetch, store } = self.route(chunk, segments, tensors)?;
             let slot = self.pipeline.acquire()?;
-            let slot = self.pipeline.fetch(slot, &host, &parts)?;
+            let slot = self.pipeline.fetch(slot, &fetch.host, &fetch.slot)?;
             let slot = self.pipeline.update(slot, compute, |device, memory| {
                 let segments = self.bind(chunk, segments, tensors, memory)?;
                 let (grad_scale, skip) = (inputs.grad_scale.clone(), inputs.skip.clone());
                 let step = AdamW { segments: &segments, scalars: inputs.scalars, grad_scale, skip };
                 Ok(device.launch(compute, &Kernel::AdamW(step))?)
             })?;
-            let slot = self.pipeline.store(slot, &parts, &host, index, payload_bytes)?;
+            let slot = self.pipeline.store(slot, &store.slot, &store.host, index, payload_bytes)?;
             self.pipeline.release(slot);
         }
         Ok(())
@@ -123,7 +159,7 @@ impl StreamedAdamW {
     }
 
     /// Refuses tensors that are not the planned ones, before anything is touched.
-    fn check(&self, tensors: &[Binding]) -> Result<()> {
+    pub fn check(&self, tensors: &[Binding], inputs: &StepInputs<'_>) -> Result<()> {
         let planned = self.plan.tensors();
         if tensors.len() != planned.len() {
             return Err(Error::PlanMismatch {
@@ -133,6 +169,16 @@ impl StreamedAdamW {
         }
         for (binding, spec) in tensors.iter().zip(planned) {
             let mismatch = |reason: String| Err(Error::PlanMismatch { tensor: spec.name.clone(), reason });
+            if binding.grad.is_some() && binding.scalars as usize >= inputs.scalars.len() {
+                return mismatch(format!("scalar set {} of {}", binding.scalars, inputs.scalars.len()));
+            }
+            let on_host = |region: &Region| region.place().is_host();
+            if on_host(&binding.param) != spec.on_host
+                || binding.grad.as_ref().is_some_and(|(grad, _)| on_host(grad) != spec.on_host)
+            {
+                let planned = if spec.on_host { "the host" } else { "the device" };
+                return mismatch(format!("it was planned with parameter and gradient on {planned}"));
+            }
             let param = binding.param.bytes() / binding.param_dtype.bytes();
             if param != spec.elements {
                 return mismatch(format!("{param} elements where {} were planned", spec.elements));
@@ -156,6 +202,31 @@ impl StreamedAdamW {
         segments.iter().filter(|s| tensors[s.tensor].grad.is_some()).map(|s| s.elements * width).sum()
     }
 
+    /// What a chunk moves: its state both ways, and for tensors on the host the gradient in and the parameter in and
+    /// out.
+    fn route(&self, chunk: &Chunk, segments: &[Segment], tensors: &[Binding]) -> Result<Route> {
+        let (host, slot) = (self.state.chunk(chunk)?, self.state.parts(chunk));
+        let mut route = Route { fetch: Moves { host: host.clone(), slot: slot.clone() }, store: Moves { host, slot } };
+        if !self.plan.buckets()[chunk.bucket].on_host {
+            return Ok(route);
+        }
+        for segment in segments {
+            let binding = &tensors[segment.tensor];
+            let Some((grad, grad_dtype)) = &binding.grad else { continue };
+            for (operand, region, width) in
+                [(0, &binding.param, binding.param_dtype.bytes()), (1, grad, grad_dtype.bytes())]
+            {
+                let host = region.slice(segment.tensor_offset * width, segment.elements * width)?;
+                let slot = self.state.operand(chunk, segment, operand, width);
+                if operand == 0 {
+                    route.store.push(host.clone(), slot);
+                }
+                route.fetch.push(host, slot);
+            }
+        }
+        Ok(route)
+    }
+
     /// The segments of a chunk with their memory: parameter, gradient and the state in the slot.
     fn bind(
         &self,
@@ -168,8 +239,15 @@ impl StreamedAdamW {
         for segment in segments {
             let binding = &tensors[segment.tensor];
             let Some((grad, grad_dtype)) = &binding.grad else { continue };
-            let part =
-                |region: &Region, width: u64| region.slice(segment.tensor_offset * width, segment.elements * width);
+            // In the slot if it travels, in place if it lives on the device.
+            let operand = |operand: u64, region: &Region, width: u64| {
+                if region.place().is_host() {
+                    let (offset, len) = self.state.operand(chunk, segment, operand, width);
+                    memory.slice(offset, len)
+                } else {
+                    region.slice(segment.tensor_offset * width, segment.elements * width)
+                }
+            };
             let state =
                 |kind: StateKind| -> Result<Option<Region>> { self.state.in_slot(chunk, segment, kind, memory) };
             let needed = |kind: StateKind| -> Result<Region> {
@@ -179,9 +257,9 @@ impl StreamedAdamW {
                 })
             };
             bound.push(AdamWSegment {
-                param: part(&binding.param, binding.param_dtype.bytes())?,
+                param: operand(0, &binding.param, binding.param_dtype.bytes())?,
                 param_dtype: binding.param_dtype,
-                grad: part(grad, grad_dtype.bytes())?,
+                grad: operand(1, grad, grad_dtype.bytes())?,
                 grad_dtype: *grad_dtype,
                 exp_avg: needed(StateKind::ExpAvg)?,
                 exp_avg_sq: needed(StateKind::ExpAvgSq)?,

@@ -1,25 +1,33 @@
-//! Optimizer state in one pinned slab: an arena for each kind of each bucket.
+//! Optimizer state in one pinned slab: an arena for each kind of each bucket, and a step counter for each tensor.
 
 use std::sync::Arc;
 
-use forebay_device::{Region, Slab};
+use forebay_device::{Region, SharedDevice, Slab};
 
 use crate::error::Result;
-use crate::plan::{ALIGN_ELEMENTS, Chunk, STATE_BYTES, Segment, StateKind, StepPlan};
+use crate::plan::{ALIGN_ELEMENTS, Chunk, HOST_OPERANDS, STATE_BYTES, Segment, StateKind, StepPlan};
 use crate::pool::{Lease, Pool};
 
 /// The state of all tensors of a plan.
 #[derive(Debug)]
 pub struct HostState {
+    device: SharedDevice,
     plan: Arc<StepPlan>,
     slab: Lease<Slab>,
 }
 
 impl HostState {
+    /// Bytes of the parts of a plan's slab: its arenas, then the step counters.
+    pub fn part_bytes(plan: &StepPlan) -> Vec<u64> {
+        let mut parts = plan.arena_bytes();
+        parts.push(plan.tensors().len() as u64 * STATE_BYTES);
+        parts
+    }
+
     /// Pins the arenas of a plan, zeroed.
     pub fn new(pool: &Pool, plan: Arc<StepPlan>) -> Result<Self> {
-        let slab = pool.slab("optimizer state", &plan.arena_bytes())?;
-        Ok(Self { plan, slab })
+        let slab = pool.slab("optimizer state", &Self::part_bytes(&plan))?;
+        Ok(Self { device: pool.device().clone(), plan, slab })
     }
 
     /// The plan that says what lies where.
@@ -37,6 +45,28 @@ impl HostState {
         let home = self.plan.home(tensor);
         let bytes = self.plan.tensors()[tensor].elements * STATE_BYTES;
         self.arena(home.bucket, kind)?.map(|arena| Ok(arena.slice(home.start * STATE_BYTES, bytes)?)).transpose()
+    }
+
+    /// One tensor's step counter, an f32.
+    pub fn step_counter(&self, tensor: usize) -> Result<Region> {
+        Ok(self.step_counters()?.slice(tensor as u64 * STATE_BYTES, STATE_BYTES)?)
+    }
+
+    fn step_counters(&self) -> Result<Region> {
+        Ok(self.slab.part(self.slab.layout().parts() - 1)?)
+    }
+
+    /// Steps taken by each tensor.
+    pub fn steps(&self) -> Result<Vec<f32>> {
+        let mut bytes = vec![0; self.plan.tensors().len() * STATE_BYTES as usize];
+        self.device.read(&self.step_counters()?, &mut bytes)?;
+        Ok(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
+    }
+
+    /// Sets the counters. Only the host touches them, so this needs no wait.
+    pub fn set_steps(&self, steps: &[f32]) -> Result<()> {
+        let bytes: Vec<u8> = steps.iter().flat_map(|step| step.to_le_bytes()).collect();
+        Ok(self.device.write(&bytes, &self.step_counters()?)?)
     }
 
     fn arena(&self, bucket: usize, kind: StateKind) -> Result<Option<Region>> {
@@ -74,6 +104,15 @@ impl HostState {
         let Some(index) = kinds.iter().position(|&k| k == kind) else { return Ok(None) };
         let offset = index as u64 * part_stride(chunk) + segment.chunk_offset * STATE_BYTES;
         Ok(Some(slot.slice(offset, segment.elements * STATE_BYTES)?))
+    }
+
+    /// Where a segment's parameter (0) or gradient (1) of the given width lies in the slot, for tensors on the host:
+    /// behind the state, at f32 spacing, so that every segment starts aligned.
+    pub(crate) fn operand(&self, chunk: &Chunk, segment: &Segment, operand: u64, width: u64) -> (u64, u64) {
+        debug_assert!(operand < HOST_OPERANDS);
+        let kinds = self.plan.buckets()[chunk.bucket].kinds.len() as u64;
+        let offset = (kinds + operand) * part_stride(chunk) + segment.chunk_offset * STATE_BYTES;
+        (offset, segment.elements * width)
     }
 }
 

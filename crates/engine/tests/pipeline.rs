@@ -1,0 +1,356 @@
+//! The pipeline: what must be ordered is, whichever stream is late, and slots and memory come back.
+//!
+//! A delay is put in front of one copy or launch: work that does not wait for it runs first and shows in the bits. On
+//! the checked devices the same is found without any delay, from the order of submission.
+
+#[macro_use]
+mod common;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use common::trial::{Rig, Scenario, Tensor, mixed_tensors};
+use common::{Kind, Subject, in_one_of_three};
+use forebay::device::arith::uniform_element;
+use forebay::device::fault::{Call, Misbehaviour};
+use forebay::device::{self, Kernel, Region, Stream};
+use forebay::pipeline::{InFlight, Pipeline, Slot};
+use forebay::plan::StepPlan;
+use forebay::pool::{Pool, PoolEntry};
+use forebay::step::StreamedAdamW;
+
+on_devices! {
+    every:
+        a_late_fetch_holds_its_update,
+        a_late_update_holds_its_store,
+        a_late_store_holds_the_next_use_of_its_slot,
+        a_late_store_holds_the_next_fetch_of_its_chunk,
+        a_late_store_of_a_parameter_holds_its_next_fetch,
+        delays_anywhere_change_nothing,
+        bytes_go_in_through_the_slot_and_out_again,
+        a_chunk_stored_in_parts_is_fetched_whole,
+        slots_that_are_dropped_come_back_when_their_work_has_ended,
+        an_acquirer_sleeps_until_a_slot_comes_back,
+        the_host_gets_a_value_when_its_use_has_ended,
+        the_pool_knows_what_is_out,
+        memory_comes_back_while_stores_are_under_way,
+        the_pipeline_allocates_its_ring_and_nothing_after;
+}
+
+const DELAY: Misbehaviour = Misbehaviour::Late { ns: 25_000_000 };
+
+/// Two kinds of state, so that a chunk takes two copies each way, and eight chunks or two.
+fn rig<'a>(on: &'a Subject, slots: usize, slot_bytes: u64, chunks: usize) -> Rig<'a> {
+    let rig =
+        Rig::new(on, Scenario::new(vec![Tensor::f32(1000), Tensor::f32(30), Tensor::f32(900)], slots, slot_bytes), 3);
+    assert_eq!(rig.optimizer.plan().chunks().len(), chunks);
+    rig
+}
+
+const COPIES: usize = 2;
+
+/// The `i`-th copy of a chunk's fetch, counted from the first copy of the step.
+fn fetch_of(chunk: usize, i: usize) -> u64 {
+    (chunk * 2 * COPIES + i) as u64
+}
+
+fn store_of(chunk: usize, i: usize) -> u64 {
+    (chunk * 2 * COPIES + COPIES + i) as u64
+}
+
+/// Three steps in a row from the same start, with these delays.
+fn check_with(on: &Subject, rig: &Rig<'_>, delays: &[(Call, u64)]) {
+    rig.reset();
+    delays.iter().for_each(|&(call, nth)| on.fault.on(call, nth, DELAY));
+    rig.steps(3);
+    rig.optimizer.synchronize().unwrap();
+    rig.assert_exact(3);
+}
+
+fn a_late_fetch_holds_its_update(on: &Subject) {
+    let rig = rig(on, 3, 2048, 8);
+    for chunk in [0, 1, 4, 7, 8, 10] {
+        check_with(on, &rig, &[(Call::Copy, fetch_of(chunk, chunk % 2))]);
+    }
+}
+
+fn a_late_update_holds_its_store(on: &Subject) {
+    let rig = rig(on, 3, 2048, 8);
+    for chunk in [0, 1, 4, 7, 8, 10] {
+        check_with(on, &rig, &[(Call::Launch, chunk)]);
+    }
+}
+
+fn a_late_store_holds_the_next_use_of_its_slot(on: &Subject) {
+    for slots in [2, 3] {
+        let rig = rig(on, slots, 2048, 8);
+        for chunk in [0, 1, 4, 5] {
+            check_with(on, &rig, &[(Call::Copy, store_of(chunk, chunk % 2))]);
+        }
+    }
+}
+
+/// With more slots than chunks, the second step fetches a chunk into a fresh slot while the first step's store of that
+/// chunk is still to come.
+fn a_late_store_holds_the_next_fetch_of_its_chunk(on: &Subject) {
+    let rig = rig(on, 7, 10 << 10, 2);
+    for copy in [store_of(0, 0), store_of(0, 1), store_of(1, 0), store_of(2, 0), store_of(3, 1)] {
+        check_with(on, &rig, &[(Call::Copy, copy)]);
+    }
+}
+
+/// A parameter on the host is stored and fetched again like state, by its own copies.
+fn a_late_store_of_a_parameter_holds_its_next_fetch(on: &Subject) {
+    let rig = Rig::new(on, Scenario::new(vec![Tensor::f32(1000).on_host()], 5, 8 << 10), 3);
+    assert_eq!(rig.optimizer.plan().chunks().len(), 2);
+    // In: two kinds of state, the parameter, the gradient. Out: the state, the parameter.
+    for copy in [3, 6, 7 + 6, 2 * 7 + 6, 3 * 7 + 6] {
+        check_with(on, &rig, &[(Call::Copy, copy)]);
+    }
+}
+
+fn delays_anywhere_change_nothing(on: &Subject) {
+    for (slots, slot_bytes, chunks) in [(2, 2048, 8), (4, 2048, 8), (7, 10 << 10, 2)] {
+        let rig = rig(on, slots, slot_bytes, chunks);
+        for round in 0..4 {
+            let random = |i: u64, below: usize| (uniform_element(round, i, 0.0, 1.0) * below as f32) as u64;
+            let copies = 3 * chunks * 2 * COPIES;
+            let delays: Vec<_> = (0..3)
+                .map(|i| (Call::Copy, random(i, copies)))
+                .chain([(Call::Launch, random(3, 3 * chunks)), (Call::Wait, random(4, 6 * chunks))])
+                .collect();
+            check_with(on, &rig, &delays);
+        }
+    }
+}
+
+struct Bare {
+    pipeline: Pipeline,
+    compute: Stream,
+    host: Region,
+}
+
+const BYTES: u64 = 4096;
+
+/// A pipeline without an optimizer, and host memory to move.
+fn bare(on: &Subject, slots: usize) -> Bare {
+    let pipeline = Pipeline::new(&Pool::new(on.device.clone()), slots, BYTES).unwrap();
+    let bare = Bare { pipeline, compute: on.stream("compute").unwrap(), host: on.pinned(8 * BYTES) };
+    on.write(&[0; 8 * BYTES as usize], &bare.host).unwrap();
+    bare.pipeline.begin().unwrap();
+    bare
+}
+
+impl Bare {
+    fn part(&self, part: u64) -> Region {
+        self.host.slice(part * BYTES, BYTES).unwrap()
+    }
+
+    fn fetch(&self, part: u64) -> forebay::Result<InFlight<Slot>> {
+        self.pipeline.fetch(self.pipeline.acquire()?, &[self.part(part)], &[(0, BYTES)])
+    }
+
+    fn fill(&self, slot: InFlight<Slot>, byte: u8) -> forebay::Result<InFlight<Slot>> {
+        self.pipeline.update(slot, &self.compute, |device, memory| {
+            Ok(device.launch(&self.compute, &Kernel::Fill { dst: memory.slice(0, BYTES / 2)?, byte })?)
+        })
+    }
+
+    fn store(&self, slot: InFlight<Slot>, part: u64) -> forebay::Result<InFlight<Slot>> {
+        self.pipeline.store(slot, &[(0, BYTES)], &[self.part(part)], part as usize, BYTES)
+    }
+
+    /// One part through all stages, with its first half overwritten.
+    fn pass(&self, part: u64, byte: u8) -> forebay::Result<()> {
+        let slot = self.store(self.fill(self.fetch(part)?, byte)?, part)?;
+        self.pipeline.release(slot);
+        Ok(())
+    }
+}
+
+fn bytes_go_in_through_the_slot_and_out_again(on: &Subject) {
+    let bare = bare(on, 3);
+    let mut expected: Vec<u8> = (0..8 * BYTES).map(|i| (i * 31 % 251) as u8).collect();
+    on.write(&expected, &bare.host).unwrap();
+    for round in 0..3 {
+        for part in 0..8u64 {
+            let byte = (10 * round + part) as u8;
+            bare.pass(part, byte).unwrap();
+            expected[(part * BYTES) as usize..][..BYTES as usize / 2].fill(byte);
+        }
+    }
+    bare.pipeline.drain().unwrap();
+    assert!(on.host_bytes(&bare.host).unwrap() == expected);
+    let stats = bare.pipeline.stats();
+    assert_eq!((stats.chunks, stats.fetch_bytes, stats.store_bytes), (24, 24 * BYTES, 24 * BYTES));
+}
+
+/// What a fetch must wait for is decided by bytes, not by chunk numbers.
+fn a_chunk_stored_in_parts_is_fetched_whole(on: &Subject) {
+    let bare = bare(on, 5);
+    for late in [0, 1, 2] {
+        // One copy in and one out for each pass.
+        on.fault.on(Call::Copy, 2 * late + 1, DELAY);
+        (0..3).for_each(|part| bare.pass(part, 0x40 + late as u8).unwrap());
+        let slot = bare.pipeline.acquire().unwrap();
+        let across = bare.host.slice(BYTES / 2, 2 * BYTES).unwrap();
+        let half = BYTES / 2;
+        let parts = [across.slice(half, half).unwrap(), across.slice(3 * half, half).unwrap()];
+        let slot = bare.pipeline.fetch(slot, &parts, &[(0, half), (half, half)]).unwrap();
+        let out = bare.host.slice(5 * BYTES, BYTES).unwrap();
+        let slot = bare.pipeline.update(slot, &bare.compute, |_, _| Ok(())).unwrap();
+        bare.pipeline.release(bare.pipeline.store(slot, &[(0, BYTES)], std::slice::from_ref(&out), 9, BYTES).unwrap());
+        bare.pipeline.settle(&out).unwrap();
+        assert_eq!(on.host_bytes(&out).unwrap(), vec![0x40 + late as u8; BYTES as usize], "store {late} was late");
+    }
+}
+
+fn slots_that_are_dropped_come_back_when_their_work_has_ended(on: &Subject) {
+    let bare = bare(on, 2);
+    let idle = || bare.pipeline.idle_slots();
+    let unused = bare.pipeline.acquire().unwrap();
+    assert_eq!((idle(), unused.region().bytes()), (1, BYTES));
+    drop(unused);
+    assert_eq!(idle(), 2);
+    // Dropped after each stage while the stage is held up: who gets the slot next must not meet its work.
+    for (call, nth) in [(Call::Copy, 0), (Call::Launch, 0), (Call::Copy, 1)] {
+        for _ in 0..2 {
+            on.fault.on(call, nth, DELAY);
+            let mut slot = bare.fetch(0).unwrap();
+            if call == Call::Launch || nth == 1 {
+                slot = bare.fill(slot, 7).unwrap();
+            }
+            if nth == 1 {
+                slot = bare.store(slot, 0).unwrap();
+            }
+            assert_eq!(idle(), 1);
+            drop(slot);
+            assert_eq!(idle(), 2);
+            bare.pass(1, 1).unwrap();
+            bare.pass(2, 2).unwrap();
+        }
+        bare.pipeline.drain().unwrap();
+        for part in [1, 2] {
+            let bytes = on.host_bytes(&bare.part(part)).unwrap();
+            assert!(bytes[..BYTES as usize / 2].iter().all(|&byte| u64::from(byte) == part), "{call:?} {nth}");
+            assert!(bytes[BYTES as usize / 2..].iter().all(|&byte| byte == 0), "{call:?} {nth}");
+        }
+    }
+}
+
+fn an_acquirer_sleeps_until_a_slot_comes_back(on: &Subject) {
+    in_one_of_three("the books do not tell of the wait", || {
+        let bare = bare(on, 2);
+        let (held, released) = (bare.pipeline.acquire().unwrap(), AtomicBool::new(false));
+        let other = bare.pipeline.acquire().unwrap();
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| {
+                let slot = bare.pipeline.acquire().unwrap();
+                assert!(released.load(Ordering::SeqCst), "a slot was handed out twice");
+                drop(slot);
+            });
+            std::thread::sleep(Duration::from_millis(20));
+            released.store(true, Ordering::SeqCst);
+            drop(held);
+            waiter.join().unwrap();
+        });
+        drop(other);
+        assert_eq!(bare.pipeline.idle_slots(), 2);
+        let stats = bare.pipeline.stats();
+        stats.stalls == 1 && stats.stall_ns > 0
+    });
+}
+
+fn the_host_gets_a_value_when_its_use_has_ended(on: &Subject) {
+    let bare = bare(on, 2);
+    on.fault.on(Call::Copy, 1, DELAY);
+    let slot = bare.store(bare.fill(bare.fetch(3).unwrap(), 9).unwrap(), 3).unwrap();
+    let slot = slot.wait(&*on.device).unwrap();
+    assert_eq!(on.host_bytes(&bare.part(3)).unwrap()[..BYTES as usize / 2], [9; BYTES as usize / 2]);
+    assert_eq!(on.download(slot.region()), on.host_bytes(&bare.part(3)).unwrap());
+    drop(slot);
+    assert_eq!(bare.pipeline.idle_slots(), 2);
+}
+
+fn the_pool_knows_what_is_out(on: &Subject) {
+    let pool = Pool::new(on.device.clone());
+    let names = |pool: &Pool| pool.entries().into_iter().map(|e| (e.name, e.bytes)).collect::<Vec<_>>();
+    assert_eq!(pool.entries(), []);
+    let (slab, buffer) = (pool.slab("a slab", &[100, 5000]).unwrap(), pool.device_buffer("a buffer", 777).unwrap());
+    let slab_bytes = slab.layout().bytes();
+    assert_eq!(names(&pool), [("a slab".to_owned(), slab_bytes), ("a buffer".to_owned(), 777)]);
+    let entries = pool.entries();
+    assert_eq!(entries[0].pinned.unwrap().bytes, slab_bytes, "what pinning cost is told");
+    assert_eq!(entries[1], PoolEntry { name: "a buffer".to_owned(), bytes: 777, pinned: None });
+    let memory = on.memory().unwrap();
+    assert_eq!((memory.pinned_bytes, memory.allocated_bytes), (slab_bytes, 777));
+
+    let clone = slab.clone();
+    drop(slab);
+    assert_eq!(names(&pool).len(), 2, "a clone keeps it out");
+    drop(clone);
+    assert_eq!(names(&pool), [("a buffer".to_owned(), 777)]);
+    pool.slab("nothing", &[]).unwrap_err();
+    pool.device_buffer("nothing", 0).unwrap_err();
+    drop(buffer);
+    assert_eq!(pool.entries(), []);
+    on.assert_empty();
+
+    let scenario = Scenario::new(mixed_tensors(), 3, 4096);
+    let optimizer = StreamedAdamW::new(&pool, Arc::new(scenario.plan())).unwrap();
+    let slab_bytes = optimizer.state().slab().bytes();
+    assert_eq!(names(&pool), [("slot ring".to_owned(), 3 * 4096), ("optimizer state".to_owned(), slab_bytes)]);
+    assert!(slab_bytes - scenario.plan().payload_bytes() < 20_000, "exact, but for alignment: {slab_bytes}");
+    // A region that somebody still holds keeps the memory, though the pool has let go of it.
+    let view = optimizer.state().tensor(0, forebay::plan::StateKind::ExpAvg).unwrap().unwrap();
+    drop(optimizer);
+    assert_eq!(pool.entries(), []);
+    assert_eq!(on.memory().unwrap().pinned_bytes, slab_bytes);
+    drop(view);
+    on.assert_empty();
+}
+
+fn memory_comes_back_while_stores_are_under_way(on: &Subject) {
+    let rig = rig(on, 3, 2048, 8);
+    on.fault.on(Call::Copy, store_of(7, 0), DELAY);
+    rig.step(0).unwrap();
+    drop(rig);
+    on.assert_empty();
+}
+
+fn the_pipeline_allocates_its_ring_and_nothing_after(on: &Subject) {
+    let bare = bare(on, 4);
+    assert_eq!(on.memory().unwrap().allocated_bytes, 4 * BYTES);
+    let before = on.taken();
+    for part in 0..8 {
+        bare.pass(part, 1).unwrap();
+    }
+    bare.pipeline.drain().unwrap();
+    assert_eq!(on.taken(), before);
+}
+
+/// The default ring is the one the plan announces.
+#[test]
+fn the_ring_is_what_the_plan_says() {
+    let on = Subject::open(Kind::Cpu, None);
+    let tensors = Scenario::new(mixed_tensors(), 2, 1024).plan().tensors().to_vec();
+    let plan = StepPlan::new(tensors, Default::default()).unwrap();
+    let ring_bytes = plan.ring_bytes();
+    let _optimizer = StreamedAdamW::new(&Pool::new(on.device.clone()), Arc::new(plan)).unwrap();
+    assert_eq!((on.memory().unwrap().allocated_bytes, ring_bytes), (64 << 20, 64 << 20));
+}
+
+/// A stream that waits for nothing is told so by the checker: the pipeline never waits for what was not recorded.
+#[test]
+fn nothing_waits_for_what_was_never_submitted() {
+    let on = Subject::open(Kind::CpuChecked, None);
+    let bare = bare(&on, 4);
+    for part in 0..8 {
+        bare.pass(part, 1).unwrap();
+        // Overlapping regions of earlier passes, of this one and of none.
+        bare.pipeline.settle(&bare.host).unwrap();
+    }
+    let unrecorded = on.wait(&bare.compute, &on.event().unwrap());
+    assert!(matches!(unrecorded, Err(device::Error::Unordered { .. })), "the checker does find it: {unrecorded:?}");
+}

@@ -1,0 +1,519 @@
+//! The streamed step: the same bits as a resident one, with books that are right and nothing allocated on the way.
+
+#[macro_use]
+mod common;
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use common::trial::{Outcome, Rig, Scenario, Tensor, mixed_tensors};
+use common::{Subject, device_error, in_one_of_three, under_sanitizer};
+use forebay::Error;
+use forebay::device::fault::{Call, Misbehaviour};
+use forebay::device::{self, Dtype, Region};
+use forebay::plan::{PlanOptions, StateKind};
+use forebay::pool::Pool;
+use forebay::step::{Binding, StepInputs, StreamedAdamW};
+use forebay::trace::{Span, Stage};
+
+on_devices! {
+    every:
+        streamed_equals_resident_where_every_tensor_is_cut,
+        streamed_equals_resident_with_more_slots_than_chunks,
+        streamed_equals_resident_with_every_type_and_gaps_in_the_gradients,
+        streamed_equals_resident_with_divided_buckets,
+        streamed_equals_resident_with_slots_of_any_size,
+        streamed_equals_resident_with_parameters_on_the_host,
+        scale_and_skip_are_read_on_the_device,
+        a_tensor_without_a_gradient_is_untouched_and_its_chunks_stay_home,
+        a_step_without_any_gradient_moves_nothing,
+        a_shard_with_no_elements_at_all_steps,
+        steps_allocate_nothing,
+        the_books_count_payload,
+        the_books_are_those_of_the_last_step,
+        the_trace_has_a_span_for_each_stage_of_each_chunk,
+        a_full_trace_counts_what_it_drops,
+        a_trace_may_be_asked_for_while_stores_are_under_way,
+        parts_of_a_slot_start_aligned,
+        settle_waits_for_one_tensor_only,
+        another_number_of_tensors_is_refused,
+        another_size_is_refused_by_name_before_anything_changes,
+        a_scalar_set_that_is_not_there_is_refused_before_anything_changes;
+    checked:
+        state_is_readable_after_settle_and_not_before;
+}
+
+/// Larger than any chunk of the tests that use it.
+fn large_tensors() -> Vec<Tensor> {
+    vec![
+        Tensor::f32(1500),
+        Tensor::of(1000, Dtype::Bf16, Dtype::Bf16).master(),
+        Tensor::f32(2049),
+        Tensor::f32(777).amsgrad(),
+        Tensor::of(1300, Dtype::F16, Dtype::F32).master().amsgrad(),
+    ]
+}
+
+fn streamed_equals_resident_where_every_tensor_is_cut(on: &Subject) {
+    for (slots, slot_bytes) in [(2, 1024), (3, 2048), (4, 2048), (7, 1536)] {
+        let scenario = Scenario::new(large_tensors(), slots, slot_bytes);
+        let plan = scenario.plan();
+        assert_eq!(plan.cut_tensors(), scenario.tensors.len());
+        assert!(plan.chunks().len() > 3 * slots, "the ring wraps");
+        scenario.check(on, 10);
+    }
+}
+
+fn streamed_equals_resident_with_more_slots_than_chunks(on: &Subject) {
+    for slots in [4, 7] {
+        let scenario = Scenario::new(vec![Tensor::f32(3000), Tensor::f32(900), Tensor::f32(5000)], slots, 32 << 10);
+        assert!(scenario.plan().chunks().len() < slots);
+        scenario.check(on, 12);
+    }
+}
+
+fn streamed_equals_resident_with_every_type_and_gaps_in_the_gradients(on: &Subject) {
+    for (slots, slot_bytes) in [(2, 4096), (3, 1024), (4, 16 << 10), (7, 1 << 20)] {
+        let missing = |step, tensor| (step * 7 + tensor * 3) % 5 == 0;
+        let scenario = Scenario { missing, ..Scenario::new(mixed_tensors(), slots, slot_bytes) };
+        scenario.check(on, 10);
+    }
+}
+
+fn streamed_equals_resident_with_divided_buckets(on: &Subject) {
+    let mut scenario = Scenario::new(mixed_tensors(), 3, 4096);
+    scenario.options.arena_limit_bytes = 5000 * 4;
+    assert!(scenario.plan().buckets().len() > 4, "buckets are divided");
+    scenario.check(on, 10);
+}
+
+/// A size that is no multiple of anything still gives slots that kernels can use.
+fn streamed_equals_resident_with_slots_of_any_size(on: &Subject) {
+    for slot_bytes in [1025, 2047, 4098, 10_001] {
+        let scenario = Scenario::new(large_tensors(), 3, slot_bytes);
+        let rig = Rig::new(on, scenario, 10);
+        let ring = rig.pool.entries().into_iter().find(|entry| entry.name == "slot ring").unwrap();
+        assert_eq!(ring.bytes, rig.optimizer.plan().ring_bytes(), "the plan knows the ring's size");
+        assert!(ring.bytes < 3 * (slot_bytes + 256), "the ring is what was asked for, but for alignment");
+        rig.steps(10);
+        rig.optimizer.synchronize().unwrap();
+        rig.assert_exact(10);
+    }
+}
+
+/// Parameters and gradients of some tensors lie on the host and travel with the state.
+fn streamed_equals_resident_with_parameters_on_the_host(on: &Subject) {
+    let missing = |step, tensor| (step * 5 + tensor * 3) % 4 == 0;
+    for (slots, slot_bytes, every) in [(2, 1536, 1), (3, 4099, 2), (7, 1 << 20, 3)] {
+        let place = |(i, tensor): (usize, Tensor)| if i % every == 0 { tensor.on_host() } else { tensor };
+        let tensors = mixed_tensors().into_iter().enumerate().map(place).collect();
+        let scenario = Scenario { missing, ..Scenario::new(tensors, slots, slot_bytes) };
+        scenario.check(on, 10);
+        Scenario { grad_scale: Some(0.6), skipped: Some(|step| step == 1), ..scenario }.check(on, 4);
+    }
+}
+
+fn scale_and_skip_are_read_on_the_device(on: &Subject) {
+    let plain = Scenario::new(mixed_tensors(), 3, 4096);
+    Scenario { grad_scale: Some(0.37), ..plain.clone() }.check(on, 10);
+    let scenario = Scenario { grad_scale: Some(1.7), skipped: Some(|step| step % 3 == 1), ..plain };
+    scenario.check(on, 10);
+
+    // A skipped step goes through the ring and changes no bit.
+    let rig = Rig::new(on, scenario, 2);
+    rig.step(0).unwrap();
+    rig.optimizer.synchronize().unwrap();
+    let before = rig.outcome();
+    rig.step(1).unwrap();
+    let stats = rig.optimizer.synchronize().unwrap();
+    rig.assert_stats(stats, 1);
+    assert!(rig.outcome() == before, "a skipped step changed something");
+}
+
+fn only(outcome: &Outcome, tensor: usize) -> Outcome {
+    Outcome(outcome.0.iter().filter(|(key, _)| key.0 == tensor).map(|(key, bytes)| (*key, bytes.clone())).collect())
+}
+
+fn a_tensor_without_a_gradient_is_untouched_and_its_chunks_stay_home(on: &Subject) {
+    // 256 elements to a chunk: tensor 1 shares its first chunk and its last, and has others to itself.
+    let tensors = vec![Tensor::f32(300), Tensor::f32(1500), Tensor::f32(300)];
+    let missing = |step, tensor| step % 2 == 1 && tensor == 1;
+    let scenario = Scenario { missing, ..Scenario::new(tensors, 2, 2048) };
+    let rig = Rig::new(on, scenario, 10);
+    let mut last = rig.outcome();
+    for step in 0..10 {
+        rig.step(step).unwrap();
+        let stats = rig.optimizer.synchronize().unwrap();
+        rig.assert_stats(stats, step);
+        let chunks = if missing(step, 1) { 4 } else { 9 };
+        assert_eq!(stats.chunks, chunks, "chunks without a gradient do not travel");
+        let now = rig.outcome();
+        assert_eq!(only(&now, 1) == only(&last, 1), missing(step, 1), "step {step}");
+        assert!(only(&now, 0) != only(&last, 0) && only(&now, 2) != only(&last, 2), "step {step}");
+        last = now;
+    }
+    rig.assert_exact(10);
+}
+
+fn a_step_without_any_gradient_moves_nothing(on: &Subject) {
+    let scenario = Scenario { missing: |step, _| step == 1, ..Scenario::new(large_tensors(), 3, 4096) };
+    let rig = Rig::new(on, scenario, 2);
+    rig.step(0).unwrap();
+    rig.optimizer.synchronize().unwrap();
+    let before = rig.outcome();
+    rig.step(1).unwrap();
+    assert_eq!(rig.optimizer.synchronize().unwrap(), Default::default());
+    assert!(rig.outcome() == before);
+    rig.assert_idle();
+}
+
+fn a_shard_with_no_elements_at_all_steps(on: &Subject) {
+    for tensors in [vec![Tensor::f32(0)], vec![Tensor::f32(0), Tensor::of(0, Dtype::Bf16, Dtype::Bf16).master()]] {
+        let rig = Rig::new(on, Scenario::new(tensors.clone(), 2, 4096), 2);
+        rig.steps(2);
+        assert_eq!(rig.optimizer.synchronize().unwrap(), Default::default());
+        for (tensor, of) in tensors.iter().enumerate() {
+            rig.optimizer.settle(tensor).unwrap();
+            for kind in of.kinds() {
+                assert_eq!(rig.state(tensor, kind).bytes(), 0);
+            }
+        }
+    }
+}
+
+fn steps_allocate_nothing(on: &Subject) {
+    let rig = Rig::new(on, Scenario::new(mixed_tensors(), 3, 4096), 8);
+    rig.optimizer.pipeline().set_trace(10_000);
+    rig.step(0).unwrap();
+    let before = on.taken();
+    for step in 1..8 {
+        rig.step(step).unwrap();
+        assert_eq!(on.taken(), before, "in step {step}");
+    }
+    rig.optimizer.synchronize().unwrap();
+    rig.optimizer.settle(0).unwrap();
+    assert_eq!(on.taken(), before);
+}
+
+fn the_books_count_payload(on: &Subject) {
+    let half = Tensor::of(3001, Dtype::Bf16, Dtype::Bf16);
+    for (tensor, width) in [(Tensor::f32(3001), 8), (half.master(), 12), (half.master().amsgrad(), 16)] {
+        let rig = Rig::new(on, Scenario::new(vec![tensor, tensor], 2, 4096), 2);
+        for step in 0..2 {
+            rig.step(step).unwrap();
+            let stats = rig.optimizer.synchronize().unwrap();
+            rig.assert_stats(stats, step);
+            assert_eq!(stats.fetch_bytes, 2 * 3001 * width, "{width} bytes an element, alignment not counted");
+            assert_eq!(stats.chunks, rig.optimizer.plan().chunks().len() as u64);
+            assert!(stats.fetch_ns > 0 && stats.update_ns > 0 && stats.store_ns > 0, "{stats:?}");
+            assert!((stats.stalls == 0) == (stats.stall_ns == 0), "{stats:?}");
+            assert_eq!(rig.optimizer.synchronize().unwrap(), stats, "asking again counts nothing twice");
+            assert_eq!(rig.optimizer.pipeline().stats(), stats);
+        }
+    }
+}
+
+fn the_books_are_those_of_the_last_step(on: &Subject) {
+    let missing = |step, tensor| step == 1 && tensor == 0;
+    let scenario = Scenario { missing, ..Scenario::new(vec![Tensor::f32(2000), Tensor::f32(3000)], 7, 4096) };
+    let rig = Rig::new(on, scenario, 3);
+    for step in 0..3 {
+        rig.step(step).unwrap();
+    }
+    rig.assert_stats(rig.optimizer.synchronize().unwrap(), 2);
+    rig.reset();
+    rig.step(0).unwrap();
+    rig.step(1).unwrap();
+    rig.assert_stats(rig.optimizer.synchronize().unwrap(), 1);
+
+    // A store that is late makes the host wait for a slot, and the books say so.
+    in_one_of_three("the host never waited for a slot that was late", || {
+        rig.reset();
+        rig.optimizer.pipeline().begin().unwrap();
+        let held: Vec<_> = (0..7).map(|_| rig.optimizer.pipeline().acquire().unwrap()).collect();
+        drop(held);
+        on.fault.on(Call::Copy, 2, Misbehaviour::Late { ns: 50_000_000 });
+        rig.step(0).unwrap();
+        let stats = rig.optimizer.synchronize().unwrap();
+        under_sanitizer(on.kind) || stats.stalls > 0 && stats.stall_ns > 10_000_000
+    });
+}
+
+/// Half a microsecond is the resolution of a GPU's events, and their difference is a 32-bit float.
+fn slack_ns(on: &Subject) -> u64 {
+    if on.kind.is_cuda() { 5000 } else { 0 }
+}
+
+fn the_trace_has_a_span_for_each_stage_of_each_chunk(on: &Subject) {
+    let missing = |step, tensor| step == 2 && tensor == 7;
+    let scenario = Scenario { missing, ..Scenario::new(mixed_tensors(), 3, 4096) };
+    let rig = Rig::new(on, scenario, 4);
+    assert!(rig.optimizer.trace().spans().is_empty());
+    rig.step(0).unwrap();
+    rig.optimizer.synchronize().unwrap();
+    assert!(rig.optimizer.trace().spans().is_empty(), "a trace is kept where one is asked for");
+    rig.optimizer.pipeline().set_trace(3 * rig.optimizer.plan().chunks().len());
+    for step in 1..4 {
+        rig.step(step).unwrap();
+        let stats = rig.optimizer.synchronize().unwrap();
+        let trace = rig.optimizer.trace();
+        let (chunks, bytes) = rig.expected_stats(step);
+        assert_eq!((trace.spans().len() as u64, trace.dropped()), (3 * chunks, 0));
+        let distinct: HashSet<(Stage, u32)> = trace.spans().iter().map(|span| (span.stage, span.chunk)).collect();
+        assert_eq!(distinct.len() as u64, 3 * chunks, "each stage of each chunk once");
+        assert_spans_are_ordered(trace.spans(), slack_ns(on));
+        let of = |stage: Stage| trace.spans().iter().filter(move |span| span.stage == stage);
+        for (stage, ns) in
+            [(Stage::Fetch, stats.fetch_ns), (Stage::Update, stats.update_ns), (Stage::Store, stats.store_ns)]
+        {
+            assert_eq!(of(stage).map(|span| span.end_ns - span.start_ns).sum::<u64>(), ns, "{stage:?}");
+            assert_eq!(of(stage).map(|span| span.bytes).sum::<u64>(), bytes, "{stage:?}");
+        }
+        assert_eq!(rig.optimizer.trace().spans(), trace.spans(), "asking again adds nothing");
+    }
+    rig.assert_exact(4);
+
+    let trace = rig.optimizer.trace();
+    let json = serde_json::to_value(trace.chrome_events()).unwrap();
+    let events = json.as_array().unwrap();
+    assert_eq!(events.len(), trace.spans().len());
+    for (event, span) in events.iter().zip(trace.spans()) {
+        let stage = serde_json::to_value(span.stage).unwrap();
+        assert_eq!((&event["ph"], &event["tid"], &event["cat"]), (&"X".into(), &stage, &stage));
+        assert_eq!((&event["args"]["slot"], &event["args"]["bytes"]), (&span.slot.into(), &span.bytes.into()));
+        assert_eq!(event["name"], format!("chunk {}", span.chunk));
+        assert_eq!(event["ts"].as_f64().unwrap(), span.start_ns as f64 / 1e3);
+        assert_eq!(event["dur"].as_f64().unwrap(), (span.end_ns - span.start_ns) as f64 / 1e3);
+    }
+    assert_eq!(serde_json::to_value(Stage::ALL).unwrap(), serde_json::json!(["fetch", "update", "store"]));
+}
+
+/// A chunk passes its stages one after the other, each stream does one thing at a time, and a slot holds one chunk.
+fn assert_spans_are_ordered(spans: &[Span], slack_ns: u64) {
+    let mut chunks: HashMap<u32, Vec<Span>> = HashMap::new();
+    let mut stages: HashMap<Stage, Vec<Span>> = HashMap::new();
+    let mut slots: HashMap<u32, Vec<Span>> = HashMap::new();
+    for &span in spans {
+        assert!(span.start_ns <= span.end_ns);
+        chunks.entry(span.chunk).or_default().push(span);
+        stages.entry(span.stage).or_default().push(span);
+        slots.entry(span.slot).or_default().push(span);
+    }
+    for spans in chunks.values_mut() {
+        spans.sort_by_key(|span| Stage::ALL.iter().position(|&stage| stage == span.stage));
+        assert!(spans.windows(2).all(|pair| pair[0].slot == pair[1].slot), "{spans:?}");
+    }
+    for spans in stages.values_mut() {
+        spans.sort_by_key(|span| span.chunk);
+    }
+    for spans in slots.values_mut() {
+        spans.sort_by_key(|span| (span.chunk, Stage::ALL.iter().position(|&stage| stage == span.stage)));
+    }
+    for spans in chunks.values().chain(stages.values()).chain(slots.values()) {
+        for pair in spans.windows(2) {
+            assert!(pair[0].end_ns <= pair[1].start_ns + slack_ns, "{:?} overlaps {:?}", pair[0], pair[1]);
+            assert!(pair[0].end_ns <= pair[1].end_ns + slack_ns, "{:?} ends after {:?}", pair[0], pair[1]);
+        }
+    }
+}
+
+fn a_full_trace_counts_what_it_drops(on: &Subject) {
+    let rig = Rig::new(on, Scenario::new(vec![Tensor::f32(3000)], 2, 2048), 3);
+    let chunks = rig.optimizer.plan().chunks().len() as u64;
+    rig.optimizer.pipeline().set_trace(5);
+    for step in 0..2 {
+        rig.step(step).unwrap();
+        let stats = rig.optimizer.synchronize().unwrap();
+        let trace = rig.optimizer.trace();
+        assert_eq!((trace.spans().len(), trace.dropped()), (5, 3 * chunks - 5), "step {step}");
+        assert_eq!(stats.chunks, chunks);
+    }
+    rig.optimizer.pipeline().set_trace(0);
+    rig.step(2).unwrap();
+    rig.optimizer.synchronize().unwrap();
+    assert_eq!((rig.optimizer.trace().spans().len(), rig.optimizer.trace().dropped()), (0, 0));
+    rig.assert_exact(3);
+}
+
+/// Stores of an untraced step have no times; the next step's trace is complete all the same.
+fn a_trace_may_be_asked_for_while_stores_are_under_way(on: &Subject) {
+    let rig = Rig::new(on, Scenario::new(vec![Tensor::f32(3000)], 4, 2048), 4);
+    let chunks = rig.optimizer.plan().chunks().len();
+    for (step, spans) in [(0, 3 * chunks), (1, 0), (2, 3 * chunks)] {
+        rig.step(step).unwrap();
+        rig.optimizer.pipeline().set_trace(spans);
+    }
+    rig.step(3).unwrap();
+    let stats = rig.optimizer.synchronize().unwrap();
+    rig.assert_stats(stats, 3);
+    let trace = rig.optimizer.trace();
+    assert_eq!((trace.spans().len(), trace.dropped()), (3 * chunks, 0));
+    assert_spans_are_ordered(trace.spans(), slack_ns(on));
+    rig.assert_exact(4);
+}
+
+/// The last chunk of a bucket may hold any number of elements; each kind of state starts aligned in the slot all the
+/// same, or kernels would fall back to loading one element at a time.
+fn parts_of_a_slot_start_aligned(on: &Subject) {
+    let rig = Rig::new(on, Scenario::new(vec![Tensor::f32(65).amsgrad().master()], 2, 4096), 1);
+    let slots: Vec<_> = (0..2).map(|_| rig.optimizer.pipeline().acquire().unwrap()).collect();
+    let ring = slots[0].region().buffer().all();
+    let first = slots[0].region().offset_bytes() as usize;
+    on.fill(&ring, 0xee);
+    drop(slots);
+    rig.step(0).unwrap();
+    rig.optimizer.synchronize().unwrap();
+    let bytes = on.download(&ring);
+    for (i, kind) in rig.scenario.tensors[0].kinds().into_iter().enumerate() {
+        let expected = on.host_bytes(&rig.state(0, kind)).unwrap();
+        let at = first + i * 128 * 4;
+        assert!(bytes[at..at + expected.len()] == expected, "{kind:?} is not at byte {at} of the ring");
+    }
+}
+
+fn state_is_readable_after_settle_and_not_before(on: &Subject) {
+    // A chunk for each tensor, and a slot for each chunk: no slot is used twice, so nothing but settling tells the host.
+    let scenario = Scenario::new(vec![Tensor::f32(128), Tensor::f32(128), Tensor::f32(100)], 4, 1024);
+    let rig = Rig::new(on, scenario, 2);
+    let read = |tensor, kind| on.host_bytes(&rig.state(tensor, kind));
+    rig.step(0).unwrap();
+    for tensor in 0..3 {
+        for kind in [StateKind::ExpAvg, StateKind::ExpAvgSq] {
+            let outcome = read(tensor, kind);
+            assert!(matches!(outcome, Err(device::Error::Unordered { .. })), "{tensor} {kind:?}: {outcome:?}");
+        }
+    }
+    rig.optimizer.settle(0).unwrap();
+    let settled = read(0, StateKind::ExpAvg).unwrap();
+    read(0, StateKind::ExpAvgSq).unwrap();
+    let other = read(2, StateKind::ExpAvg);
+    assert!(matches!(other, Err(device::Error::Unordered { .. })), "settling drains nothing else: {other:?}");
+    // What was settled may be written, too.
+    on.write(&settled, &rig.state(0, StateKind::ExpAvg)).unwrap();
+    rig.step(1).unwrap();
+    rig.optimizer.synchronize().unwrap();
+    rig.assert_exact(2);
+}
+
+fn settle_waits_for_one_tensor_only(on: &Subject) {
+    let scenario = Scenario::new(vec![Tensor::f32(128), Tensor::f32(128), Tensor::f32(100)], 4, 1024);
+    let rig = Rig::new(on, scenario, 1);
+    in_one_of_three("settling a tensor waited for another one's store", || {
+        rig.reset();
+        // Two copies in and two out for each chunk: the tenth copy is the first of the third chunk's store.
+        on.fault.on(Call::Copy, 10, Misbehaviour::Late { ns: 300_000_000 });
+        let begin = Instant::now();
+        rig.step(0).unwrap();
+        rig.optimizer.settle(0).unwrap();
+        rig.optimizer.settle(1).unwrap();
+        let early = begin.elapsed() < Duration::from_millis(250);
+        rig.optimizer.settle(2).unwrap();
+        assert!(begin.elapsed() >= Duration::from_millis(290), "a settled store was still under way");
+        rig.assert_exact(1);
+        early || under_sanitizer(on.kind)
+    });
+}
+
+/// Refused as it should be, with nothing changed and every slot in its place.
+fn assert_refused(on: &Subject, rig: &Rig<'_>, tensors: &[Binding], needles: &[&str]) {
+    let before = rig.outcome();
+    let error = rig.step_with(1, tensors).unwrap_err();
+    let text = error.to_string();
+    assert!(matches!(error, Error::PlanMismatch { .. }), "{text}");
+    assert!(needles.iter().all(|needle| text.contains(needle)), "{text:?} lacks one of {needles:?}");
+    rig.assert_idle();
+    // On the checker this also says that nothing was submitted: nobody waited.
+    on.finish(&rig.compute).unwrap();
+    assert!(rig.outcome() == before, "a refused step changed something");
+}
+
+fn mismatched_rig(on: &Subject) -> Rig<'_> {
+    let rig = Rig::new(on, Scenario::new(large_tensors(), 3, 4096), 2);
+    rig.step(0).unwrap();
+    rig.optimizer.synchronize().unwrap();
+    rig
+}
+
+fn another_number_of_tensors_is_refused(on: &Subject) {
+    let rig = mismatched_rig(on);
+    let mut tensors = rig.bindings(1);
+    assert_refused(on, &rig, &[], &["0 tensors", "5 were planned"]);
+    assert_refused(on, &rig, &tensors[..4], &["4 tensors", "5 were planned"]);
+    tensors.push(tensors[0].clone());
+    assert_refused(on, &rig, &tensors, &["6 tensors", "5 were planned"]);
+    rig.step(1).unwrap();
+    rig.optimizer.synchronize().unwrap();
+    rig.assert_exact(2);
+}
+
+fn another_size_is_refused_by_name_before_anything_changes(on: &Subject) {
+    let rig = mismatched_rig(on);
+    let tensors = rig.bindings(1);
+    let short = |region: &Region, bytes: u64| region.slice(0, region.bytes() - bytes).unwrap();
+    // The last tensor, so that a check on the way would come too late.
+    let mut smaller = tensors.clone();
+    smaller[4].param = short(&smaller[4].param, 2);
+    assert_refused(on, &rig, &smaller, &["tensor.4", "1299", "1300"]);
+    let mut wider = tensors.clone();
+    wider[4].param_dtype = Dtype::F32;
+    assert_refused(on, &rig, &wider, &["tensor.4", "650", "1300"]);
+    let mut uneven = tensors.clone();
+    uneven[3].param = short(&uneven[3].param, 1);
+    assert_refused(on, &rig, &uneven, &["tensor.3", "777"]);
+    let mut grad = tensors.clone();
+    let (region, dtype) = grad[4].grad.take().unwrap();
+    grad[4].grad = Some((short(&region, 8), dtype));
+    assert_refused(on, &rig, &grad, &["tensor.4", "gradient", "1298", "1300"]);
+    rig.step(1).unwrap();
+    rig.optimizer.synchronize().unwrap();
+    rig.assert_exact(2);
+}
+
+fn a_scalar_set_that_is_not_there_is_refused_before_anything_changes(on: &Subject) {
+    let rig = mismatched_rig(on);
+    let mut tensors = rig.bindings(1);
+    tensors[4].scalars = 5;
+    assert_refused(on, &rig, &tensors, &["tensor.4", "5"]);
+    rig.step(1).unwrap();
+    rig.optimizer.synchronize().unwrap();
+    rig.assert_exact(2);
+}
+
+/// What AdamW needs is known when it is made, not in the middle of a step.
+#[test]
+fn a_plan_without_moments_is_refused_when_the_optimizer_is_made() {
+    let on = Subject::open(common::Kind::Cpu, None);
+    for kinds in [vec![StateKind::ExpAvg], vec![StateKind::ExpAvgSq, StateKind::Master]] {
+        let tensor = |name: &str, kinds| forebay::plan::TensorSpec {
+            name: name.to_owned(),
+            elements: 10,
+            kinds,
+            on_host: false,
+        };
+        let tensors = vec![tensor("whole", StateKind::set(false, false)), tensor("bare", kinds)];
+        let plan = forebay::plan::StepPlan::new(tensors, PlanOptions::default()).unwrap();
+        let error = StreamedAdamW::new(&Pool::new(on.device.clone()), Arc::new(plan)).unwrap_err();
+        assert!(matches!(&error, Error::PlanMismatch { tensor, .. } if tensor == "bare"), "{error}");
+        on.assert_empty();
+    }
+}
+
+/// Memory of another device is refused by the device, and every slot comes back.
+#[test]
+fn tensors_of_another_device_are_refused() {
+    let (on, other) = (Subject::open(common::Kind::Cpu, None), Subject::open(common::Kind::Cpu, None));
+    let rig = Rig::new(&on, Scenario::new(vec![Tensor::f32(100)], 2, 4096), 1);
+    let mut tensors = rig.bindings(0);
+    tensors[0].param = other.upload(&[0; 400]).all();
+    let error = device_error(rig.step_with(0, &tensors));
+    assert!(matches!(error, device::Error::BadOperands { .. }), "{error}");
+    rig.assert_idle();
+    let inputs = StepInputs::default();
+    assert!(rig.optimizer.step(&rig.bindings(0), &inputs, &other.stream("foreign").unwrap()).is_err());
+    rig.assert_idle();
+    rig.reset();
+    rig.steps(1);
+    rig.optimizer.synchronize().unwrap();
+    rig.assert_exact(1);
+}

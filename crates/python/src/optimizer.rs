@@ -1,0 +1,450 @@
+//! The optimizer's engine as Python sees it: lists of numbers in, none of its own logic.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use forebay::device::arith::{AdamWHyper, AdamWScalars};
+use forebay::device::{
+    AdamW, AdamWSegment, Dtype, Error as DeviceError, Event, Kernel, Place, Region, SharedDevice, SlabLayout, Stream,
+    open,
+};
+use forebay::pipeline::{Pipeline, RunStats};
+use forebay::plan::{PlanOptions, StateKind, StepPlan, TensorSpec};
+use forebay::pool::Pool;
+use forebay::step::{Binding, HostState, Powers, StepInputs, StreamedAdamW};
+use forebay::{Error, Result};
+use pyo3::prelude::*;
+
+use crate::guard;
+use crate::torch::{self, HostView, Keeper};
+
+/// One optimizer's device, ring and host state.
+#[pyclass(frozen)]
+pub(crate) struct Engine {
+    device: SharedDevice,
+    pool: Arc<Pool>,
+    options: PlanOptions,
+    inner: Mutex<Inner>,
+}
+
+#[derive(Default)]
+struct Inner {
+    pipeline: Option<Arc<Pipeline>>,
+    stores: Vec<StreamedAdamW>,
+    powers: Option<Powers>,
+    /// The CPU backend has no stream of torch's to borrow.
+    own_compute: Option<Stream>,
+    /// Marks the end of work on memory of torch's on the host.
+    finished: Option<Event>,
+    closed: bool,
+}
+
+/// What one call updates: a list for each property, all of one length. Types are 0 for f32, 1 for bf16, 2 for f16; a
+/// gradient at address 0 is none.
+#[derive(FromPyObject)]
+pub(crate) struct Tensors {
+    #[pyo3(item)]
+    param: Vec<u64>,
+    #[pyo3(item)]
+    param_dtype: Vec<u8>,
+    #[pyo3(item)]
+    grad: Vec<u64>,
+    #[pyo3(item)]
+    grad_dtype: Vec<u8>,
+    #[pyo3(item)]
+    group: Vec<u32>,
+}
+
+/// lr, beta1, beta2, eps, weight_decay, maximize.
+type Group = (f64, f64, f64, f64, f64, bool);
+
+fn hyper(&(lr, beta1, beta2, eps, weight_decay, maximize): &Group) -> AdamWHyper {
+    AdamWHyper { lr, beta1, beta2, eps, weight_decay, maximize }
+}
+
+fn dtype(code: u8) -> Dtype {
+    match code {
+        0 => Dtype::F32,
+        1 => Dtype::Bf16,
+        _ => Dtype::F16,
+    }
+}
+
+impl Engine {
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_cpu(&self) -> bool {
+        self.device.info().backend == forebay::device::Backend::Cpu
+    }
+
+    fn open_inner(&self) -> Result<MutexGuard<'_, Inner>> {
+        let inner = self.lock();
+        if inner.closed {
+            return Err(Error::InvalidOption {
+                option: "optimizer",
+                value: "closed".to_owned(),
+                remedy: "it was closed; make a new one".to_owned(),
+            });
+        }
+        Ok(inner)
+    }
+
+    /// The stream to compute on: torch's, or one of our own on the CPU backend.
+    fn compute(&self, inner: &mut Inner, handle: u64) -> Result<Stream> {
+        if !self.is_cpu() {
+            return torch::stream(&self.device, handle);
+        }
+        if inner.own_compute.is_none() {
+            inner.own_compute = Some(self.device.stream("compute")?);
+        }
+        inner.own_compute.clone().ok_or(Error::Device(DeviceError::ZeroSize { what: "a stream" }))
+    }
+
+    /// Blocks until the work on a stream is done: before memory of torch's on the host may change hands.
+    fn finish(&self, finished: &mut Option<Event>, compute: &Stream) -> Result<()> {
+        let done = match finished {
+            Some(event) => event,
+            None => finished.insert(self.device.event()?),
+        };
+        self.device.record(done, compute)?;
+        Ok(self.device.synchronize(done)?)
+    }
+
+    fn flag(&self, addr: u64, keeper: &Keeper) -> Result<Option<Region>> {
+        (addr != 0).then(|| torch::region(&self.device, addr, 4, Place::Device, keeper)).transpose()
+    }
+}
+
+/// Scalar sets of one call: one for each group and step count that occur.
+#[derive(Default)]
+struct Sets {
+    index: HashMap<(u32, u64), u32>,
+    scalars: Vec<AdamWScalars>,
+}
+
+impl Sets {
+    fn find(&mut self, powers: &mut Powers, groups: &[Group], group: u32, t: u64) -> Result<u32> {
+        if let Some(&index) = self.index.get(&(group, t)) {
+            return Ok(index);
+        }
+        let index = self.scalars.len() as u32;
+        self.scalars.push(powers.scalars(&hyper(&groups[group as usize]), t)?);
+        self.index.insert((group, t), index);
+        Ok(index)
+    }
+}
+
+#[pymethods]
+impl Engine {
+    /// Open a device; nothing is pinned or allocated yet.
+    #[new]
+    fn new(py: Python<'_>, device: &str, slots: usize, chunk_bytes: u64) -> PyResult<Self> {
+        guard::run(py, || {
+            let device = open(device)?;
+            let pool = Pool::new(device.clone());
+            let options = PlanOptions { slot_bytes: chunk_bytes, slots, ..PlanOptions::default() };
+            Ok(Self { device, pool, options, inner: Mutex::default() })
+        })
+    }
+
+    /// Bytes of the ring to allocate for `open_ring`.
+    fn ring_bytes(&self) -> u64 {
+        Pipeline::ring_bytes(self.options.slots, self.options.slot_bytes)
+    }
+
+    /// Make the ring in memory that `owner` keeps alive, or on the device itself where the address is 0.
+    fn open_ring(&self, py: Python<'_>, addr: u64, owner: Py<PyAny>, stream: u64) -> PyResult<()> {
+        guard::run(py, || {
+            let mut inner = self.open_inner()?;
+            let PlanOptions { slots, slot_bytes, .. } = self.options;
+            let pipeline = if addr == 0 {
+                Pipeline::new(&self.pool, slots, slot_bytes)?
+            } else {
+                let after = self.compute(&mut inner, stream)?;
+                let ring = torch::buffer(&self.device, addr, self.ring_bytes(), Arc::new(owner))?;
+                Pipeline::in_memory(self.device.clone(), &ring, slots, slot_bytes, &after)?
+            };
+            inner.pipeline = Some(Arc::new(pipeline));
+            Ok(())
+        })
+    }
+
+    /// Pinned bytes that a list of tensors needs, by the same plan as `add`.
+    fn needed_bytes(
+        &self,
+        py: Python<'_>,
+        elements: Vec<u64>,
+        amsgrad: Vec<bool>,
+        master: Vec<bool>,
+        on_host: Vec<bool>,
+    ) -> PyResult<u64> {
+        guard::run(py, || {
+            let names = (0..elements.len()).map(|i| format!("parameter {i}")).collect();
+            let plan = self.plan(names, &elements, &amsgrad, &master, &on_host)?;
+            Ok(SlabLayout::new(&HostState::part_bytes(&plan))?.bytes())
+        })
+    }
+
+    /// Pin zeroed state for a list of tensors and return the number of their store.
+    #[expect(clippy::too_many_arguments, reason = "a list for each property crosses the border faster than objects")]
+    fn add(
+        &self,
+        py: Python<'_>,
+        names: Vec<String>,
+        elements: Vec<u64>,
+        amsgrad: Vec<bool>,
+        master: Vec<bool>,
+        on_host: Vec<bool>,
+        budget_bytes: Option<u64>,
+    ) -> PyResult<usize> {
+        guard::run(py, || {
+            let mut inner = self.open_inner()?;
+            let plan = self.plan(names, &elements, &amsgrad, &master, &on_host)?;
+            let bytes = SlabLayout::new(&HostState::part_bytes(&plan))?.bytes();
+            if let Some(budget_bytes) = budget_bytes {
+                let taken: u64 = inner.stores.iter().map(|store| store.state().slab().bytes()).sum();
+                if taken + bytes > budget_bytes {
+                    return Err(Error::Device(DeviceError::OutOfPinnedBudget {
+                        requested_bytes: bytes,
+                        available_bytes: budget_bytes.saturating_sub(taken),
+                        budget_bytes,
+                    }));
+                }
+            }
+            let pipeline = inner.pipeline.clone().ok_or(Error::Device(DeviceError::ZeroSize { what: "the ring" }))?;
+            if inner.powers.is_none() {
+                inner.powers = Some(Powers::new(&self.pool)?);
+            }
+            let state = HostState::new(&self.pool, Arc::new(plan))?;
+            inner.stores.push(StreamedAdamW::from_parts(state, pipeline));
+            Ok(inner.stores.len() - 1)
+        })
+    }
+
+    /// A tensor's state of one kind, or its step counter, as a buffer. An absent kind gives nothing.
+    fn view(&self, py: Python<'_>, store: usize, tensor: usize, kind: &str) -> PyResult<Option<HostView>> {
+        guard::run(py, || {
+            let inner = self.open_inner()?;
+            let state = inner.stores[store].state();
+            let kind = match kind {
+                "step" => return Ok(Some(HostView::new(state.step_counter(tensor)?))),
+                "exp_avg" => StateKind::ExpAvg,
+                "exp_avg_sq" => StateKind::ExpAvgSq,
+                "max_exp_avg_sq" => StateKind::MaxExpAvgSq,
+                _ => StateKind::Master,
+            };
+            Ok(state.tensor(tensor, kind)?.map(HostView::new))
+        })
+    }
+
+    /// Update the tensors of every store, in the order of the stores. Returns when the last update has been submitted,
+    /// or for memory on the host when it is done.
+    fn step(
+        &self,
+        py: Python<'_>,
+        tensors: Vec<Tensors>,
+        groups: Vec<Group>,
+        stream: u64,
+        grad_scale: u64,
+    ) -> PyResult<()> {
+        guard::run(py, || {
+            let mut guarded = self.open_inner()?;
+            let compute = self.compute(&mut guarded, stream)?;
+            let keeper: Keeper = Arc::new(());
+            let Inner { pipeline, stores, powers, finished, .. } = &mut *guarded;
+            let (Some(pipeline), Some(powers)) = (pipeline, powers) else { return Ok(()) };
+            let mut sets = Sets::default();
+            let mut bound = Vec::with_capacity(stores.len());
+            let mut counters = Vec::with_capacity(stores.len());
+            for (store, tensors) in stores.iter().zip(&tensors) {
+                let mut steps = store.state().steps()?;
+                bound.push(self.bind(
+                    store,
+                    tensors,
+                    &mut steps,
+                    |group, t| sets.find(powers, &groups, group, t),
+                    &keeper,
+                )?);
+                counters.push(steps);
+            }
+            let grad_scale = self.flag(grad_scale, &keeper)?;
+            let inputs = StepInputs { scalars: &sets.scalars, grad_scale, skip: None };
+            for (store, bindings) in stores.iter().zip(&bound) {
+                store.check(bindings, &inputs)?;
+            }
+            pipeline.begin()?;
+            let outcome =
+                stores.iter().zip(&bound).try_for_each(|(store, bindings)| store.run(bindings, &inputs, &compute));
+            let on_host = stores.iter().any(|store| store.plan().tensors().iter().any(|tensor| tensor.on_host));
+            // Also after a failure: torch may free the memory as soon as this returns.
+            let ended = if self.is_cpu() || on_host {
+                let drained = pipeline.drain();
+                drained.and(self.finish(finished, &compute))
+            } else {
+                Ok(())
+            };
+            outcome.and(ended)?;
+            stores.iter().zip(&counters).try_for_each(|(store, steps)| store.state().set_steps(steps))
+        })
+    }
+
+    /// Update tensors whose state is on the device too: `state` has four addresses for each, 0 for an absent kind.
+    #[expect(clippy::too_many_arguments, reason = "as in `add`")]
+    fn update_resident(
+        &self,
+        py: Python<'_>,
+        tensors: Tensors,
+        elements: Vec<u64>,
+        state: Vec<[u64; 4]>,
+        steps: Vec<u64>,
+        groups: Vec<Group>,
+        stream: u64,
+        grad_scale: u64,
+    ) -> PyResult<()> {
+        guard::run(py, || {
+            let mut guarded = self.open_inner()?;
+            let compute = self.compute(&mut guarded, stream)?;
+            let keeper: Keeper = Arc::new(());
+            if guarded.powers.is_none() {
+                guarded.powers = Some(Powers::new(&self.pool)?);
+            }
+            let Inner { powers, finished, .. } = &mut *guarded;
+            let Some(powers) = powers else { return Ok(()) };
+            let mut sets = Sets::default();
+            let mut segments = Vec::with_capacity(elements.len());
+            for (i, &n) in elements.iter().enumerate() {
+                let scalars = sets.find(powers, &groups, tensors.group[i], steps[i])?;
+                if n == 0 {
+                    continue;
+                }
+                let region =
+                    |addr: u64, width: u64| torch::region(&self.device, addr, n * width, Place::Device, &keeper);
+                let optional = |addr: u64| (addr != 0).then(|| region(addr, 4)).transpose();
+                let (param_dtype, grad_dtype) = (dtype(tensors.param_dtype[i]), dtype(tensors.grad_dtype[i]));
+                segments.push(AdamWSegment {
+                    param: region(tensors.param[i], param_dtype.bytes())?,
+                    param_dtype,
+                    grad: region(tensors.grad[i], grad_dtype.bytes())?,
+                    grad_dtype,
+                    exp_avg: region(state[i][0], 4)?,
+                    exp_avg_sq: region(state[i][1], 4)?,
+                    max_exp_avg_sq: optional(state[i][2])?,
+                    master: optional(state[i][3])?,
+                    scalars,
+                });
+            }
+            let grad_scale = self.flag(grad_scale, &keeper)?;
+            let step = AdamW { segments: &segments, scalars: &sets.scalars, grad_scale, skip: None };
+            let launched = self.device.launch(&compute, &Kernel::AdamW(step));
+            let ended = if self.is_cpu() { self.finish(finished, &compute) } else { Ok(()) };
+            launched.map_err(Error::from).and(ended)
+        })
+    }
+
+    /// Block until a tensor's stores have ended; others go on.
+    fn settle(&self, py: Python<'_>, store: usize, tensor: usize) -> PyResult<()> {
+        guard::run(py, || self.lock().stores.get(store).map_or(Ok(()), |store| store.settle(tensor)))
+    }
+
+    /// Block until every store has ended.
+    fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
+        guard::run(py, || self.lock().pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain()))
+    }
+
+    /// The last step in numbers, once its stores have ended: chunks, fetch_bytes, store_bytes, fetch_ns, update_ns, store_ns, stalls, stall_ns.
+    fn stats(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
+        guard::run(py, || {
+            let inner = self.lock();
+            let stats = match &inner.pipeline {
+                None => RunStats::default(),
+                Some(pipeline) => {
+                    pipeline.drain()?;
+                    pipeline.stats()
+                }
+            };
+            let RunStats { chunks, fetch_bytes, store_bytes, fetch_ns, update_ns, store_ns, stalls, stall_ns } = stats;
+            Ok(vec![chunks, fetch_bytes, store_bytes, fetch_ns, update_ns, store_ns, stalls, stall_ns])
+        })
+    }
+
+    /// Pinned bytes of this optimizer's state.
+    fn pinned_bytes(&self) -> u64 {
+        self.lock().stores.iter().map(|store| store.state().slab().bytes()).sum()
+    }
+
+    /// Allocations, slabs, streams and events made on the device so far; constant from the second step on.
+    fn resources_made(&self) -> u64 {
+        let made = self.device.counters();
+        made.allocations + made.pins + made.streams + made.events
+    }
+
+    /// Let go of ring and state. Buffers that are still held keep their slab.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        guard::run(py, || {
+            let mut inner = self.lock();
+            let drained = inner.pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain());
+            *inner = Inner { closed: true, ..Inner::default() };
+            drained
+        })
+    }
+}
+
+impl Engine {
+    fn plan(
+        &self,
+        names: Vec<String>,
+        elements: &[u64],
+        amsgrad: &[bool],
+        master: &[bool],
+        on_host: &[bool],
+    ) -> Result<StepPlan> {
+        let tensors = names
+            .into_iter()
+            .enumerate()
+            .map(|(i, name)| TensorSpec {
+                name,
+                elements: elements[i],
+                kinds: StateKind::set(amsgrad[i], master[i]),
+                on_host: on_host[i],
+            })
+            .collect();
+        StepPlan::new(tensors, self.options)
+    }
+
+    /// The tensors of one store with their memory, and their counters advanced where there is a gradient.
+    fn bind(
+        &self,
+        store: &StreamedAdamW,
+        tensors: &Tensors,
+        steps: &mut [f32],
+        mut set: impl FnMut(u32, u64) -> Result<u32>,
+        keeper: &Keeper,
+    ) -> Result<Vec<Binding>> {
+        let specs = store.plan().tensors();
+        let mut bindings = Vec::with_capacity(specs.len());
+        for (i, spec) in specs.iter().enumerate() {
+            let place = if spec.on_host { Place::Pageable } else { Place::Device };
+            let region = |addr: u64, dtype: Dtype| {
+                torch::region(&self.device, addr, spec.elements * dtype.bytes(), place, keeper)
+            };
+            let (param_dtype, grad_dtype) = (dtype(tensors.param_dtype[i]), dtype(tensors.grad_dtype[i]));
+            let has_grad = tensors.grad[i] != 0;
+            let mut scalars = 0;
+            if has_grad {
+                steps[i] += 1.0;
+                scalars = set(tensors.group[i], steps[i] as u64)?;
+            }
+            bindings.push(Binding {
+                param: region(tensors.param[i], param_dtype)?,
+                param_dtype,
+                grad: has_grad
+                    .then(|| Ok::<_, Error>((region(tensors.grad[i], grad_dtype)?, grad_dtype)))
+                    .transpose()?,
+                scalars,
+            });
+        }
+        Ok(bindings)
+    }
+}

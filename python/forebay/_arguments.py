@@ -1,0 +1,93 @@
+"""The options of ``forebay.AdamW``, checked together when they are given."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from forebay.errors import OptionError
+
+PLACEMENTS = ("stream", "resident")
+LATER_PLACEMENTS = ("host", "hybrid")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asked for, beyond what ``torch.optim.AdamW`` knows."""
+
+    placement: str
+    chunk_bytes: int
+    slots: int
+    master_weights: bool | None
+    max_grad_norm: float | None
+    skip_nonfinite: bool
+    pinned_budget_bytes: int | None
+    device: torch.device | None
+
+    def keeps_master(self, dtype: torch.dtype) -> bool:
+        """Whether parameters of this type have a master."""
+        if dtype == torch.float32:
+            return False
+        return self.master_weights is not False
+
+
+def _whole(name: str, value: object, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise OptionError(f"invalid {name}: {value!r}; give a whole number of at least {least}")
+    return value
+
+
+def check_options(
+    *,
+    placement: str,
+    chunk_bytes: int,
+    slots: int,
+    master_weights: bool | None,
+    state_dtype: torch.dtype,
+    max_grad_norm: float | None,
+    skip_nonfinite: bool,
+    pinned_budget_bytes: int | None,
+    device: torch.device | str | None,
+) -> Options:
+    """Refuse what cannot work, naming the option and the remedy."""
+    if placement in LATER_PLACEMENTS:
+        raise OptionError(f"placement {placement!r} is not available in this version; use one of {PLACEMENTS}")
+    if placement not in PLACEMENTS:
+        raise OptionError(f"invalid placement: {placement!r}; use one of {PLACEMENTS}")
+    # One kernel's worth of the widest state: four kinds and two operands of 64 f32.
+    _whole("chunk_bytes", chunk_bytes, 6 * 64 * 4)
+    _whole("slots", slots, 2)
+    if master_weights not in (None, True, False):
+        raise OptionError(f"invalid master_weights: {master_weights!r}; use True, False or None")
+    if state_dtype != torch.float32:
+        raise OptionError(f"invalid state_dtype: {state_dtype}; state is kept in torch.float32")
+    if max_grad_norm is not None and not (
+        isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0 and not math.isnan(max_grad_norm)
+    ):
+        raise OptionError(f"invalid max_grad_norm: {max_grad_norm!r}; give a positive number, or None for no clipping")
+    if skip_nonfinite and max_grad_norm is None:
+        raise OptionError("skip_nonfinite needs max_grad_norm: without it no norm is computed")
+    if pinned_budget_bytes is not None:
+        _whole("pinned_budget_bytes", pinned_budget_bytes, 0)
+        if placement == "resident":
+            raise OptionError("pinned_budget_bytes contradicts placement 'resident', which pins no state")
+    try:
+        where = None if device is None else torch.device(device)
+    except RuntimeError as error:
+        raise OptionError(f"invalid device: {device!r}; use 'cpu', 'cuda' or 'cuda:N'") from error
+    if where is not None and where.type not in ("cpu", "cuda"):
+        raise OptionError(f"invalid device: {device!r}; use 'cpu', 'cuda' or 'cuda:N'")
+    if where is not None and where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    return Options(
+        placement=placement,
+        chunk_bytes=chunk_bytes,
+        slots=slots,
+        master_weights=master_weights,
+        max_grad_norm=max_grad_norm,
+        skip_nonfinite=bool(skip_nonfinite),
+        pinned_budget_bytes=pinned_budget_bytes,
+        device=where,
+    )

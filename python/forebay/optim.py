@@ -1,0 +1,632 @@
+"""AdamW with its state in pinned host memory, streamed through a small ring on the GPU."""
+
+from __future__ import annotations
+
+import time
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forebay import _core
+from forebay._arguments import Options, check_options
+from forebay._state import State
+from forebay._torch import (
+    DTYPES,
+    address,
+    bump_versions,
+    check_gradient,
+    check_parameter,
+    dense_like,
+    host_tensor,
+    is_dense,
+    is_dtensor,
+    local,
+    state_like,
+    stream_handle,
+)
+from forebay.errors import DeviceError, OptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+KINDS = (*MOMENTS, "max_exp_avg_sq", "master_param")
+
+
+class _Store:
+    """Parameters whose state was created together, in the order in which the engine knows them."""
+
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        self.parameters = parameters
+        self.dtypes = [DTYPES[local(p).dtype] for p in parameters]
+
+
+class AdamW(torch.optim.Optimizer):
+    """``torch.optim.AdamW`` with its state on the host and its update on the GPU, bit for bit the same.
+
+    Moments and master weights live in pinned host memory, flat and of exact size. During ``step`` they stream through a
+    ring of ``slots`` buffers of ``chunk_bytes`` on the GPU, at the speed of the wire. ``step`` returns when the last
+    update has been launched; at most ``slots`` stores are then still under way, and whatever reads the state through
+    this object waits for the ones it needs.
+
+    Parameters
+    ----------
+    params, lr, betas, eps, weight_decay, amsgrad, maximize
+        As in ``torch.optim.AdamW``. ``lr`` may be a tensor on the CPU.
+    placement
+        ``"stream"`` keeps state on the host; ``"resident"`` keeps it on the parameters' device, with the same bits.
+    chunk_bytes
+        Bytes of one slot, all kinds of state together.
+    slots
+        Slots in the ring; ``slots * chunk_bytes`` is the GPU memory that a step needs.
+    master_weights
+        Keep an f32 master of each bf16 and f16 parameter, as ``state[p]["master_param"]``. By default on.
+    state_dtype
+        The type of the state; ``torch.float32``.
+    max_grad_norm
+        Clip the gradients' global norm inside the step. The coefficient is computed and used on the device. Gradients
+        themselves stay as they are.
+    skip_nonfinite
+        Leave everything as it is when the norm is not finite. Costs one wait for the device in each step.
+    pinned_budget_bytes
+        Refuse to pin more than this.
+    device
+        Where to compute when parameters are on the CPU; by default on the CPU.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        placement: str = "stream",
+        chunk_bytes: int = 16 << 20,
+        slots: int = 4,
+        master_weights: bool | None = None,
+        state_dtype: torch.dtype = torch.float32,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
+        pinned_budget_bytes: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        options = check_options(
+            placement=placement,
+            chunk_bytes=chunk_bytes,
+            slots=slots,
+            master_weights=master_weights,
+            state_dtype=state_dtype,
+            max_grad_norm=max_grad_norm,
+            skip_nonfinite=skip_nonfinite,
+            pinned_budget_bytes=pinned_budget_bytes,
+            device=device,
+        )
+        # torch's own class checks the numbers and knows which keys a group has in this version of torch.
+        try:
+            model = torch.optim.AdamW([torch.zeros(1)], lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
+        except ValueError as error:
+            raise OptionError(str(error)) from error
+        self._set_up(options)
+        super().__init__(params, dict(model.defaults))
+        self.state = State(self._settle)
+
+    def _set_up(self, options: Options) -> None:
+        self._options = options
+        self._engine: _core.Engine | None = None
+        self._compute: torch.device | None = None
+        self._stores: list[_Store] = []
+        self._homes: dict[int, tuple[int, int]] = {}
+        self._closed = False
+        self._step_s = 0.0
+        self._grad_norm: torch.Tensor | None = None
+        self._kept: list[torch.Tensor] = []
+
+    # What torch's optimizers do, adapted to state that lives in arenas.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; their state is created with the next step, load or ``prepare``."""
+        super().add_param_group(param_group)
+        index = len(self.param_groups) - 1
+        try:
+            for position, parameter in enumerate(self.param_groups[index]["params"]):
+                check_parameter(parameter, self._name(index, position))
+            self._check_group(self.param_groups[index])
+        except OptionError:
+            self.param_groups.pop()
+            raise
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        for option in ("capturable", "differentiable"):
+            if group.get(option):
+                raise OptionError(f"{option}=True is not supported: the step runs on the engine's own streams")
+        self._rate(group)
+
+    @staticmethod
+    def _rate(group: dict[str, Any]) -> float:
+        lr = group["lr"]
+        if isinstance(lr, torch.Tensor):
+            if lr.device.type != "cpu":
+                raise OptionError(
+                    f"lr is a tensor on {lr.device}; keep it on the CPU, reading it would wait for the GPU"
+                )
+            return float(lr.item())
+        return float(lr)
+
+    def _name(self, group: int, position: int) -> str:
+        names = self.param_groups[group].get("param_names")
+        return names[position] if names else f"parameter {position} of group {group}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "defaults": self.defaults,
+            "state": self.state,
+            "param_groups": self.param_groups,
+            "_options": self._options,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        if "_options" in state:
+            self._set_up(state.pop("_options"))
+        loaded = state.pop("state", None)
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+        if loaded is not None:
+            self.state = State(self._settle)
+            self.state.update(loaded)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient.
+
+        Parameters
+        ----------
+        closure
+            Computes the loss again; its value is returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        start = time.perf_counter()
+        engine, compute = self._open()
+        found = self._collect(compute)
+        if not found:
+            return loss
+        scale = self._clip([gradient for _, gradient, _, _ in found], compute)
+        if scale is False:
+            return loss
+        self._create([parameter for parameter, _, _, _ in found])
+        run = self._step_resident if self._options.placement == "resident" else self._step_streamed
+        run(engine, compute, found, scale)
+        self._step_s = time.perf_counter() - start
+        return loss
+
+    def _collect(self, compute: torch.device) -> list[tuple[torch.Tensor, torch.Tensor, int, str]]:
+        """Parameters with a gradient, each checked before anything is changed."""
+        found = []
+        seen: set[int] = set()
+        for index, group in enumerate(self.param_groups):
+            self._check_group(group)
+            for position, parameter in enumerate(group["params"]):
+                gradient = parameter.grad
+                if gradient is None or id(parameter) in seen:
+                    continue
+                seen.add(id(parameter))
+                name = f"{index}/{position}"
+                inner, inner_gradient = local(parameter), local(gradient)
+                if (
+                    inner_gradient.layout != torch.strided
+                    or inner_gradient.dtype not in DTYPES
+                    or inner_gradient.device != inner.device
+                ):
+                    check_gradient(inner, inner_gradient, self._name(index, position))
+                if inner.device != compute and inner.device.type != "cpu":
+                    raise OptionError(
+                        f"{self._name(index, position)} is on {inner.device}, this optimizer computes on {compute}; "
+                        "make the optimizer after moving the model, or use one optimizer for each device"
+                    )
+                found.append((parameter, gradient, index, name))
+        return found
+
+    def _clip(self, gradients: list[torch.Tensor], compute: torch.device) -> torch.Tensor | bool | None:
+        """Return the coefficient on the device; None without clipping, False to leave everything as it is."""
+        limit = self._options.max_grad_norm
+        if limit is None:
+            return None
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if is_dtensor(norm):
+            norm = norm.full_tensor()  # type: ignore[attr-defined]
+        self._grad_norm = norm
+        if self._options.skip_nonfinite and not bool(torch.isfinite(norm)):
+            return False
+        # As torch.nn.utils.clip_grad_norm_ computes it.
+        return torch.clamp(limit / (norm + 1e-6), max=1.0).to(device=compute, dtype=torch.float32)
+
+    def _groups(self) -> list[tuple[float, float, float, float, float, bool]]:
+        return [
+            (
+                self._rate(group),
+                float(group["betas"][0]),
+                float(group["betas"][1]),
+                float(group["eps"]),
+                float(group["weight_decay"]),
+                bool(group["maximize"]),
+            )
+            for group in self.param_groups
+        ]
+
+    def _step_streamed(
+        self,
+        engine: _core.Engine,
+        compute: torch.device,
+        found: list[tuple[torch.Tensor, torch.Tensor, int, str]],
+        scale: torch.Tensor | bool | None,
+    ) -> None:
+        lists = [
+            {
+                "param": [1] * len(store.parameters),
+                "param_dtype": store.dtypes,
+                "grad": [0] * len(store.parameters),
+                "grad_dtype": [0] * len(store.parameters),
+                "group": [0] * len(store.parameters),
+            }
+            for store in self._stores
+        ]
+        # Copies that the kernels read or write instead of the tensors themselves; alive until the call returns.
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        kept: list[torch.Tensor] = []
+        for parameter, gradient, group, _ in found:
+            store, index = self._homes[id(parameter)]
+            inner, inner_gradient = local(parameter), local(gradient)
+            if not inner.is_contiguous() and not is_dense(inner):
+                copies.append((inner, inner.contiguous()))
+                inner = copies[-1][1]
+            if inner_gradient.stride() != inner.stride():
+                inner_gradient = dense_like(inner_gradient, inner)
+                kept.append(inner_gradient)
+            entry = lists[store]
+            entry["param"][index] = address(inner)
+            entry["grad"][index] = address(inner_gradient)
+            entry["grad_dtype"][index] = DTYPES[inner_gradient.dtype]
+            entry["group"][index] = group
+        scale_address = scale.data_ptr() if isinstance(scale, torch.Tensor) else 0
+        engine.step(lists, self._groups(), stream_handle(compute), scale_address)
+        for original, copy in copies:
+            original.copy_(copy)
+        bump_versions(parameter for parameter, _, _, _ in found)
+
+    def _step_resident(
+        self,
+        engine: _core.Engine,
+        compute: torch.device,
+        found: list[tuple[torch.Tensor, torch.Tensor, int, str]],
+        scale: torch.Tensor | bool | None,
+    ) -> None:
+        entry: dict[str, list[int]] = {"param": [], "param_dtype": [], "grad": [], "grad_dtype": [], "group": []}
+        elements, addresses, steps, copies, kept = [], [], [], [], []
+        for parameter, gradient, group, _ in found:
+            state = self.state[parameter]
+            inner, inner_gradient = local(parameter), local(gradient)
+            if not is_dense(inner):
+                copies.append((inner, inner.contiguous()))
+                inner = copies[-1][1]
+            inner_gradient = dense_like(inner_gradient, inner)
+            kept.append(inner_gradient)
+            entry["param"].append(address(inner))
+            entry["param_dtype"].append(DTYPES[inner.dtype])
+            entry["grad"].append(address(inner_gradient))
+            entry["grad_dtype"].append(DTYPES[inner_gradient.dtype])
+            entry["group"].append(group)
+            elements.append(inner.numel())
+            addresses.append([address(local(state[kind])) if kind in state else 0 for kind in KINDS])
+            state["step"] += 1
+            steps.append(int(state["step"].item()))
+        scale_address = scale.data_ptr() if isinstance(scale, torch.Tensor) else 0
+        engine.update_resident(entry, elements, addresses, steps, self._groups(), stream_handle(compute), scale_address)
+        for original, copy in copies:
+            original.copy_(copy)
+        bump_versions(parameter for parameter, _, _, _ in found)
+
+    # Creating state.
+
+    def prepare(self) -> None:
+        """Create and pin the state of every parameter that can have a gradient, now instead of at the first step."""
+        self._open()
+        self._create([])
+        self.refresh_master_weights()
+
+    def _open(self) -> tuple[_core.Engine, torch.device]:
+        """Return the engine, opened at its first use and never in the constructor."""
+        if self._closed:
+            raise OptionError("this optimizer was closed; make a new one")
+        if self._engine is None:
+            compute = self._choose_device()
+            name = "cpu" if compute.type == "cpu" else f"cuda:{compute.index or 0}"
+            self._engine = _core.Engine(name, self._options.slots, self._options.chunk_bytes)
+            self._compute = compute
+        assert self._compute is not None
+        if self._compute.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise DeviceError("forebay.AdamW.step cannot be captured into a CUDA graph; call it outside the capture")
+        return self._engine, self._compute
+
+    def _choose_device(self) -> torch.device:
+        devices = {
+            (local(parameter).device.type, local(parameter).device.index)
+            for group in self.param_groups
+            for parameter in group["params"]
+        }
+        gpus = sorted(index or 0 for kind, index in devices if kind == "cuda")
+        asked = self._options.device
+        if len(gpus) > 1:
+            raise OptionError(f"parameters are on several GPUs: {gpus}; use one optimizer for each")
+        if gpus:
+            if asked is not None and asked != torch.device("cuda", gpus[0]):
+                raise OptionError(f"device={asked} contradicts parameters on cuda:{gpus[0]}; leave it out")
+            return torch.device("cuda", gpus[0])
+        return asked or torch.device("cpu")
+
+    def _create(self, found: list[torch.Tensor]) -> None:
+        """State for all parameters that can have a gradient and have none yet."""
+        wanted = {id(parameter) for parameter in found}
+        new: list[torch.Tensor] = []
+        names: list[str] = []
+        amsgrad: list[bool] = []
+        for index, group in enumerate(self.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                home = self._homes.get(id(parameter))
+                if home is None and (parameter.requires_grad or id(parameter) in wanted):
+                    check_parameter(parameter, self._name(index, position))
+                    self._homes[id(parameter)] = (-1, len(new))
+                    new.append(parameter)
+                    names.append(self._name(index, position))
+                    amsgrad.append(bool(group["amsgrad"]))
+                elif (
+                    home is not None
+                    and group["amsgrad"]
+                    and "max_exp_avg_sq" not in dict.get(self.state, parameter, {})
+                ):
+                    raise OptionError(f"amsgrad was switched on for group {index} after its state was created")
+        if not new:
+            return
+        try:
+            create = self._create_resident if self._options.placement == "resident" else self._create_streamed
+            create(new, names, amsgrad)
+        except BaseException:
+            for parameter in new:
+                self._homes.pop(id(parameter), None)
+            raise
+
+    def _create_streamed(self, new: list[torch.Tensor], names: list[str], amsgrad: list[bool]) -> None:
+        engine, compute = self._open()
+        inner = [local(parameter) for parameter in new]
+        master = [self._options.keeps_master(tensor.dtype) for tensor in inner]
+        on_host = [tensor.device != compute for tensor in inner]
+        if not self._stores:
+            # torch's own allocator, so that its statistics tell the truth about the ring.
+            ring = None
+            if compute.type == "cuda":
+                ring = torch.empty(engine.ring_bytes(), dtype=torch.uint8, device=compute)
+            engine.open_ring(0 if ring is None else ring.data_ptr(), ring, stream_handle(compute))
+        elements = [tensor.numel() for tensor in inner]
+        number = engine.add(names, elements, amsgrad, master, on_host, self._options.pinned_budget_bytes)
+        self._stores.append(_Store(new))
+        for index, parameter in enumerate(new):
+            self._homes[id(parameter)] = (number, index)
+            earlier = dict.get(self.state, parameter, {})
+            views: dict[str, Any] = {}
+            for kind in ("step", *KINDS):
+                view = engine.view(number, index, "master" if kind == "master_param" else kind)
+                if view is not None and kind == "step":
+                    views[kind] = torch.frombuffer(view, dtype=torch.float32)[0]
+                elif view is not None:
+                    views[kind] = state_like(parameter, host_tensor(view, inner[index]))
+            self._adopt(parameter, views, earlier)
+
+    def _create_resident(self, new: list[torch.Tensor], _names: list[str], amsgrad: list[bool]) -> None:
+        for index, parameter in enumerate(new):
+            inner = local(parameter)
+            strides = inner.stride() if is_dense(inner) else torch.empty(inner.shape, device="meta").stride()
+            kinds = [*MOMENTS]
+            kinds += ["max_exp_avg_sq"] if amsgrad[index] else []
+            kinds += ["master_param"] if self._options.keeps_master(inner.dtype) else []
+            views: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32)}
+            for kind in kinds:
+                data = torch.empty_strided(inner.shape, strides, dtype=torch.float32, device=inner.device).zero_()
+                views[kind] = state_like(parameter, data)
+            earlier = dict.get(self.state, parameter, {})
+            self._adopt(parameter, views, earlier)
+
+    def _adopt(self, parameter: torch.Tensor, views: dict[str, Any], earlier: dict[str, Any]) -> None:
+        """Make the views a parameter's state, with the values of state that came before it."""
+        dict.__setitem__(self.state, parameter, views)
+        for kind, value in earlier.items():
+            if kind in views:
+                _copy(value, views[kind])
+
+    # Reading state.
+
+    def _settle(self, parameter: torch.Tensor | None) -> None:
+        """Wait for the stores into a parameter's state, or for all of them."""
+        if self._engine is None or self._closed:
+            return
+        if parameter is None:
+            self._engine.synchronize()
+        elif (home := self._homes.get(id(parameter))) is not None and home[0] >= 0 and self._stores:
+            self._engine.settle(*home)
+
+    def synchronize(self) -> None:
+        """Wait until every store of the last step has ended."""
+        self._settle(None)
+
+    @torch.no_grad()
+    def refresh_master_weights(self) -> None:
+        """Make every master follow its parameter now: where a master's rounding is not the weight, the weight wins.
+
+        The step does the same by itself; this is for those who read ``master_param`` before it.
+        """
+        self.synchronize()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                master = dict.get(self.state, parameter, {}).get("master_param")
+                if master is None:
+                    continue
+                master, weight = local(master), local(parameter).detach().to(local(master).device)
+                stale = master.to(weight.dtype) != weight
+                master.copy_(torch.where(stale, weight.float(), master))
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """The gradients' norm at the last step, a 0-dim tensor; None without ``max_grad_norm``. Reading it waits."""
+        return self._grad_norm
+
+    def stats(self) -> dict[str, float | int]:
+        """Return the last step in numbers. Waits for its stores.
+
+        Bytes are payload: f32 moments without masters are exactly 8 bytes for each parameter and way. The times of the
+        stages are sums over chunks, measured on one chunk in sixteen.
+        """
+        numbers = self._engine.stats() if self._engine is not None else [0] * 8
+        chunks, fetch_bytes, store_bytes, fetch_ns, update_ns, store_ns, stalls, stall_ns = numbers
+        engine = self._engine
+        return {
+            "step_s": self._step_s,
+            "fetch_s": fetch_ns / 1e9,
+            "update_s": update_ns / 1e9,
+            "store_s": store_ns / 1e9,
+            "fetch_bytes": fetch_bytes,
+            "store_bytes": store_bytes,
+            "fetch_gbps": fetch_bytes / fetch_ns if fetch_ns else 0.0,
+            "store_gbps": store_bytes / store_ns if store_ns else 0.0,
+            "device_bytes": engine.ring_bytes() if engine is not None and self._stores else 0,
+            "pinned_bytes": engine.pinned_bytes() if engine is not None else 0,
+            "chunks": chunks,
+            "stalls": stalls,
+            "stall_s": stall_ns / 1e9,
+        }
+
+    def close(self) -> None:
+        """Give ring and pinned memory back. State that is still held stays readable, and keeps its memory."""
+        if self._engine is not None and not self._closed:
+            self._engine.close()
+        self._closed = True
+
+    # Loading.
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load state in the format of ``torch.optim.AdamW``, in place: nothing passes through the GPU.
+
+        Everything is checked before anything is changed. State of parameters that the dict does not have starts anew.
+        """
+        state_dict = dict(state_dict)
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = hook(self, state_dict)
+            if changed is not None:
+                state_dict = changed
+        saved_groups = deepcopy(state_dict["param_groups"])
+        by_parameter = self._check_loaded(saved_groups, state_dict["state"])
+        self._open()
+        self._settle(None)
+        self.param_groups = [
+            self._merge_group(group, saved) for group, saved in zip(self.param_groups, saved_groups, strict=True)
+        ]
+        self._create([parameter for parameter, _ in by_parameter])
+        mine = {
+            local(value).untyped_storage().data_ptr() for state in dict.values(self.state) for value in state.values()
+        }
+        loaded = set()
+        # A source may be another parameter's live state: take such ones aside first.
+        sources = [
+            (
+                parameter,
+                {
+                    kind: _aside(value, mine, dict.get(self.state, parameter, {}).get(kind))
+                    for kind, value in state.items()
+                },
+            )
+            for parameter, state in by_parameter
+        ]
+        for parameter, state in sources:
+            loaded.add(id(parameter))
+            views = dict.__getitem__(self.state, parameter)
+            for kind, view in views.items():
+                if kind in state:
+                    _copy(state[kind], view)
+                elif kind == "master_param":
+                    local(view).copy_(local(parameter).detach())
+                else:
+                    local(view).zero_()
+        for parameter, views in dict.items(self.state):
+            if id(parameter) not in loaded:
+                for kind, view in views.items():
+                    local(view).copy_(local(parameter).detach()) if kind == "master_param" else local(view).zero_()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def _merge_group(self, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+        merged = {key: saved.get(key, value) for key, value in group.items()}
+        merged["params"] = group["params"]
+        if "param_names" in saved and "param_names" not in group:
+            merged["param_names"] = saved["param_names"]
+        return merged
+
+    def _check_loaded(
+        self, saved_groups: list[dict[str, Any]], saved_state: dict[Any, Any]
+    ) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+        """Refuse a state dict of another model, with names and shapes."""
+        if len(saved_groups) != len(self.param_groups):
+            raise OptionError(f"the state dict has {len(saved_groups)} groups, the optimizer {len(self.param_groups)}")
+        pairs = []
+        for index, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
+            if len(saved["params"]) != len(group["params"]):
+                raise OptionError(
+                    f"group {index} has {len(saved['params'])} parameters in the state dict and "
+                    f"{len(group['params'])} in the optimizer"
+                )
+            for position, (key, parameter) in enumerate(zip(saved["params"], group["params"], strict=True)):
+                state = saved_state.get(key)
+                if not state:
+                    continue
+                name = self._name(index, position)
+                for kind, value in state.items():
+                    if kind != "step" and kind not in KINDS:
+                        raise OptionError(f"{name} has state {kind!r} in the state dict, which is not AdamW's")
+                    if kind == "step":
+                        continue
+                    if tuple(value.shape) != tuple(parameter.shape) and tuple(local(value).shape) != tuple(
+                        local(parameter).shape
+                    ):
+                        raise OptionError(
+                            f"{name} has shape {tuple(parameter.shape)}, its {kind} in the state dict "
+                            f"{tuple(value.shape)}"
+                        )
+                pairs.append((parameter, state))
+        return pairs
+
+
+def _aside(value: Any, mine: set[int], destination: Any) -> Any:
+    """Return the value, or a copy of it where it is live state of this optimizer at another place."""
+    if not isinstance(value, torch.Tensor) or local(value).numel() == 0:
+        return value
+    storage = local(value).untyped_storage().data_ptr()
+    at_home = destination is not None and local(destination).data_ptr() == local(value).data_ptr()
+    return local(value).clone() if storage in mine and not at_home else value
+
+
+def _copy(value: Any, view: torch.Tensor) -> None:
+    """Copy a loaded value into its place, unless it is there already."""
+    target = local(view)
+    if not isinstance(value, torch.Tensor):
+        target.fill_(value)
+        return
+    source = local(value)
+    if source.data_ptr() != target.data_ptr() or source.dtype != target.dtype or target.numel() == 0:
+        target.copy_(source.reshape(target.shape))
