@@ -13,8 +13,6 @@ import torch
 from forebay.errors import OptionError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from forebay._core import HostView
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -35,6 +33,13 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if inner is None else inner
 
 
+def locals_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return ``local`` of each; the list itself where no DTensor is among them."""
+    if {type(tensor) for tensor in tensors} <= {torch.Tensor, torch.nn.Parameter}:
+        return tensors
+    return [local(tensor) for tensor in tensors]
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill one stretch of memory without gaps or overlaps, in whatever order."""
     return tensor.is_contiguous() or torch._debug_has_internal_overlap(tensor) == 0
@@ -43,6 +48,12 @@ def is_dense(tensor: torch.Tensor) -> bool:
 def address(tensor: torch.Tensor) -> int:
     """Return the address of the first element; 1 for an empty tensor, since 0 stands for no tensor at all."""
     return tensor.data_ptr() or 1
+
+
+def addresses(tensors: list[torch.Tensor]) -> list[int]:
+    """Return ``address`` of each."""
+    found = list(map(torch.Tensor.data_ptr, tensors))
+    return found if all(found) else [pointer or 1 for pointer in found]
 
 
 def stream_handle(device: torch.device) -> int:
@@ -128,6 +139,6 @@ def check_gradient(parameter: torch.Tensor, gradient: torch.Tensor, name: str) -
         raise OptionError(f"{name} is on {parameter.device} and its gradient on {gradient.device}; move one of them")
 
 
-def bump_versions(parameters: Iterable[torch.Tensor]) -> None:
-    """Tell autograd that parameters were changed in place."""
-    torch.autograd.graph.increment_version([local(parameter) for parameter in parameters])
+def bump_versions(tensors: list[torch.Tensor]) -> None:
+    """Tell autograd that tensors were changed in place."""
+    torch.autograd.graph.increment_version(tensors)

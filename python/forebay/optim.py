@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from forebay import _core
 from forebay._arguments import Options, check_options
+from forebay._gather import Flat, Found, Store, same_list
+from forebay._loading import KINDS, copy_into, load
 from forebay._state import State
 from forebay._torch import (
     DTYPES,
@@ -17,7 +18,6 @@ from forebay._torch import (
     bump_versions,
     check_gradient,
     check_parameter,
-    dense_like,
     host_tensor,
     is_dense,
     is_dtensor,
@@ -30,16 +30,7 @@ from forebay.errors import DeviceError, OptionError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-KINDS = (*MOMENTS, "max_exp_avg_sq", "master_param")
-
-
-class _Store:
-    """Parameters whose state was created together, in the order in which the engine knows them."""
-
-    def __init__(self, parameters: list[torch.Tensor]) -> None:
-        self.parameters = parameters
-        self.dtypes = [DTYPES[local(p).dtype] for p in parameters]
+MOMENTS = KINDS[:2]
 
 
 class AdamW(torch.optim.Optimizer):
@@ -119,12 +110,13 @@ class AdamW(torch.optim.Optimizer):
         self._options = options
         self._engine: _core.Engine | None = None
         self._compute: torch.device | None = None
-        self._stores: list[_Store] = []
+        self._stores: list[Store] = []
         self._homes: dict[int, tuple[int, int]] = {}
         self._closed = False
         self._step_s = 0.0
         self._grad_norm: torch.Tensor | None = None
-        self._kept: list[torch.Tensor] = []
+        self._flat: Flat | None = None
+        self._created: tuple[int, list[bool]] | None = None
 
     # What torch's optimizers do, adapted to state that lives in arenas.
 
@@ -198,42 +190,66 @@ class AdamW(torch.optim.Optimizer):
         start = time.perf_counter()
         engine, compute = self._open()
         found = self._collect(compute)
-        if not found:
+        if not found.parameters:
             return loss
-        scale = self._clip([gradient for _, gradient, _, _ in found], compute)
+        scale = self._clip(found.gradients, compute)
         if scale is False:
             return loss
-        self._create([parameter for parameter, _, _, _ in found])
+        self._create(found.parameters)
         run = self._step_resident if self._options.placement == "resident" else self._step_streamed
-        run(engine, compute, found, scale)
+        run(engine, compute, found, scale.data_ptr() if isinstance(scale, torch.Tensor) else 0)
+        bump_versions(found.inner)
+        for original, copy in found.copies:
+            original.copy_(copy)
         self._step_s = time.perf_counter() - start
         return loss
 
-    def _collect(self, compute: torch.device) -> list[tuple[torch.Tensor, torch.Tensor, int, str]]:
-        """Parameters with a gradient, each checked before anything is changed."""
-        found = []
-        seen: set[int] = set()
-        for index, group in enumerate(self.param_groups):
+    def _flatten(self) -> tuple[list[torch.Tensor], list[int], list[int]]:
+        """Return all parameters, each once, with the numbers of their groups and their places in them."""
+        lists = [group["params"] for group in self.param_groups]
+        known = self._flat
+        # Groups may be edited behind our back, so what was flattened before is compared element by element.
+        if known is None or len(known.lists) != len(lists) or not all(map(same_list, known.lists, lists)):
+            known = Flat([list(parameters) for parameters in lists])
+            self._flat = known
+        return known.parameters, known.groups, known.positions
+
+    def _collect(self, compute: torch.device) -> Found:
+        """Return the parameters that have a gradient, checked before anything is changed.
+
+        This runs in every step for every parameter: whole lists are gone through at a time, which costs a tenth of a
+        loop with the same checks in it.
+        """
+        for group in self.param_groups:
             self._check_group(group)
-            for position, parameter in enumerate(group["params"]):
-                gradient = parameter.grad
-                if gradient is None or id(parameter) in seen:
-                    continue
-                seen.add(id(parameter))
-                name = f"{index}/{position}"
-                inner, inner_gradient = local(parameter), local(gradient)
-                if (
-                    inner_gradient.layout != torch.strided
-                    or inner_gradient.dtype not in DTYPES
-                    or inner_gradient.device != inner.device
-                ):
-                    check_gradient(inner, inner_gradient, self._name(index, position))
-                if inner.device != compute and inner.device.type != "cpu":
+        parameters, groups, positions = self._flatten()
+        gradients = [parameter.grad for parameter in parameters]
+        if any(gradient is None for gradient in gradients):
+            kept = [i for i, gradient in enumerate(gradients) if gradient is not None]
+            parameters, gradients = [parameters[i] for i in kept], [gradients[i] for i in kept]
+            groups, positions = [groups[i] for i in kept], [positions[i] for i in kept]
+        found = Found(parameters, [g for g in gradients if g is not None], groups)
+
+        strided, known = {torch.strided}, DTYPES.keys()
+        inner, inner_gradients = found.inner, found.inner_gradients
+        fine = (
+            {gradient.layout for gradient in inner_gradients} <= strided
+            and {gradient.dtype for gradient in inner_gradients} <= known
+            and {parameter.dtype for parameter in inner} <= known
+            and [gradient.device for gradient in inner_gradients] == [parameter.device for parameter in inner]
+            and {parameter.device for parameter in inner} <= {compute, torch.device("cpu")}
+        )
+        if not fine:
+            for parameter, gradient, number, position in zip(inner, inner_gradients, groups, positions, strict=True):
+                name = self._name(number, position)
+                check_parameter(parameter, name)
+                check_gradient(parameter, gradient, name)
+                if parameter.device != compute and parameter.device.type != "cpu":
                     raise OptionError(
-                        f"{self._name(index, position)} is on {inner.device}, this optimizer computes on {compute}; "
-                        "make the optimizer after moving the model, or use one optimizer for each device"
+                        f"{name} is on {parameter.device}, this optimizer computes on {compute}; make the optimizer "
+                        "after moving the model, or use one optimizer for each device"
                     )
-                found.append((parameter, gradient, index, name))
+        found.make_dense()
         return found
 
     def _clip(self, gradients: list[torch.Tensor], compute: torch.device) -> torch.Tensor | bool | None:
@@ -263,77 +279,27 @@ class AdamW(torch.optim.Optimizer):
             for group in self.param_groups
         ]
 
-    def _step_streamed(
-        self,
-        engine: _core.Engine,
-        compute: torch.device,
-        found: list[tuple[torch.Tensor, torch.Tensor, int, str]],
-        scale: torch.Tensor | bool | None,
-    ) -> None:
-        lists = [
-            {
-                "param": [1] * len(store.parameters),
-                "param_dtype": store.dtypes,
-                "grad": [0] * len(store.parameters),
-                "grad_dtype": [0] * len(store.parameters),
-                "group": [0] * len(store.parameters),
-            }
-            for store in self._stores
-        ]
-        # Copies that the kernels read or write instead of the tensors themselves; alive until the call returns.
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        kept: list[torch.Tensor] = []
-        for parameter, gradient, group, _ in found:
-            store, index = self._homes[id(parameter)]
-            inner, inner_gradient = local(parameter), local(gradient)
-            if not inner.is_contiguous() and not is_dense(inner):
-                copies.append((inner, inner.contiguous()))
-                inner = copies[-1][1]
-            if inner_gradient.stride() != inner.stride():
-                inner_gradient = dense_like(inner_gradient, inner)
-                kept.append(inner_gradient)
-            entry = lists[store]
-            entry["param"][index] = address(inner)
-            entry["grad"][index] = address(inner_gradient)
-            entry["grad_dtype"][index] = DTYPES[inner_gradient.dtype]
-            entry["group"][index] = group
-        scale_address = scale.data_ptr() if isinstance(scale, torch.Tensor) else 0
-        engine.step(lists, self._groups(), stream_handle(compute), scale_address)
-        for original, copy in copies:
-            original.copy_(copy)
-        bump_versions(parameter for parameter, _, _, _ in found)
+    def _step_streamed(self, engine: _core.Engine, compute: torch.device, found: Found, scale: int) -> None:
+        lists = [store.lists() for store in self._stores]
+        homes = [self._homes[id(parameter)] for parameter in found.parameters]
+        if len(lists) == 1 and [index for _, index in homes] == list(range(len(self._stores[0].parameters))):
+            lists[0] |= found.numbers()
+        else:
+            numbers = found.numbers()
+            for position, (store, index) in enumerate(homes):
+                for key, values in numbers.items():
+                    lists[store][key][index] = values[position]
+        engine.step(lists, self._groups(), stream_handle(compute), scale)
 
-    def _step_resident(
-        self,
-        engine: _core.Engine,
-        compute: torch.device,
-        found: list[tuple[torch.Tensor, torch.Tensor, int, str]],
-        scale: torch.Tensor | bool | None,
-    ) -> None:
-        entry: dict[str, list[int]] = {"param": [], "param_dtype": [], "grad": [], "grad_dtype": [], "group": []}
-        elements, addresses, steps, copies, kept = [], [], [], [], []
-        for parameter, gradient, group, _ in found:
-            state = self.state[parameter]
-            inner, inner_gradient = local(parameter), local(gradient)
-            if not is_dense(inner):
-                copies.append((inner, inner.contiguous()))
-                inner = copies[-1][1]
-            inner_gradient = dense_like(inner_gradient, inner)
-            kept.append(inner_gradient)
-            entry["param"].append(address(inner))
-            entry["param_dtype"].append(DTYPES[inner.dtype])
-            entry["grad"].append(address(inner_gradient))
-            entry["grad_dtype"].append(DTYPES[inner_gradient.dtype])
-            entry["group"].append(group)
-            elements.append(inner.numel())
-            addresses.append([address(local(state[kind])) if kind in state else 0 for kind in KINDS])
+    def _step_resident(self, engine: _core.Engine, compute: torch.device, found: Found, scale: int) -> None:
+        states = [self.state[parameter] for parameter in found.parameters]
+        addresses = [[address(local(state[kind])) if kind in state else 0 for kind in KINDS] for state in states]
+        steps = [int(state["step"].item()) + 1 for state in states]
+        elements = [tensor.numel() for tensor in found.inner]
+        groups = self._groups()
+        engine.update_resident(found.numbers(), elements, addresses, steps, groups, stream_handle(compute), scale)
+        for state in states:
             state["step"] += 1
-            steps.append(int(state["step"].item()))
-        scale_address = scale.data_ptr() if isinstance(scale, torch.Tensor) else 0
-        engine.update_resident(entry, elements, addresses, steps, self._groups(), stream_handle(compute), scale_address)
-        for original, copy in copies:
-            original.copy_(copy)
-        bump_versions(parameter for parameter, _, _, _ in found)
 
     # Creating state.
 
@@ -374,7 +340,11 @@ class AdamW(torch.optim.Optimizer):
         return asked or torch.device("cpu")
 
     def _create(self, found: list[torch.Tensor]) -> None:
-        """State for all parameters that can have a gradient and have none yet."""
+        """Create state for all parameters that can have a gradient and have none yet."""
+        kinds = [bool(group["amsgrad"]) for group in self.param_groups]
+        done = self._created == (id(self._flat), kinds)
+        if done and self._flat is not None and self._homes.keys() >= set(map(id, found)):
+            return
         wanted = {id(parameter) for parameter in found}
         new: list[torch.Tensor] = []
         names: list[str] = []
@@ -394,12 +364,14 @@ class AdamW(torch.optim.Optimizer):
                     and "max_exp_avg_sq" not in dict.get(self.state, parameter, {})
                 ):
                     raise OptionError(f"amsgrad was switched on for group {index} after its state was created")
+        self._created = (id(self._flat), kinds)
         if not new:
             return
         try:
             create = self._create_resident if self._options.placement == "resident" else self._create_streamed
             create(new, names, amsgrad)
         except BaseException:
+            self._created = None
             for parameter in new:
                 self._homes.pop(id(parameter), None)
             raise
@@ -417,7 +389,7 @@ class AdamW(torch.optim.Optimizer):
             engine.open_ring(0 if ring is None else ring.data_ptr(), ring, stream_handle(compute))
         elements = [tensor.numel() for tensor in inner]
         number = engine.add(names, elements, amsgrad, master, on_host, self._options.pinned_budget_bytes)
-        self._stores.append(_Store(new))
+        self._stores.append(Store(new))
         for index, parameter in enumerate(new):
             self._homes[id(parameter)] = (number, index)
             earlier = dict.get(self.state, parameter, {})
@@ -449,7 +421,7 @@ class AdamW(torch.optim.Optimizer):
         dict.__setitem__(self.state, parameter, views)
         for kind, value in earlier.items():
             if kind in views:
-                _copy(value, views[kind])
+                copy_into(value, views[kind])
 
     # Reading state.
 
@@ -491,7 +463,7 @@ class AdamW(torch.optim.Optimizer):
         """Return the last step in numbers. Waits for its stores.
 
         Bytes are payload: f32 moments without masters are exactly 8 bytes for each parameter and way. The times of the
-        stages are sums over chunks, measured on one chunk in sixteen.
+        stages are sums over chunks, measured on one chunk in 64.
         """
         numbers = self._engine.stats() if self._engine is not None else [0] * 8
         chunks, fetch_bytes, store_bytes, fetch_ns, update_ns, store_ns, stalls, stall_ns = numbers
@@ -518,115 +490,9 @@ class AdamW(torch.optim.Optimizer):
             self._engine.close()
         self._closed = True
 
-    # Loading.
-
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state in the format of ``torch.optim.AdamW``, in place: nothing passes through the GPU.
 
         Everything is checked before anything is changed. State of parameters that the dict does not have starts anew.
         """
-        state_dict = dict(state_dict)
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = hook(self, state_dict)
-            if changed is not None:
-                state_dict = changed
-        saved_groups = deepcopy(state_dict["param_groups"])
-        by_parameter = self._check_loaded(saved_groups, state_dict["state"])
-        self._open()
-        self._settle(None)
-        self.param_groups = [
-            self._merge_group(group, saved) for group, saved in zip(self.param_groups, saved_groups, strict=True)
-        ]
-        self._create([parameter for parameter, _ in by_parameter])
-        mine = {
-            local(value).untyped_storage().data_ptr() for state in dict.values(self.state) for value in state.values()
-        }
-        loaded = set()
-        # A source may be another parameter's live state: take such ones aside first.
-        sources = [
-            (
-                parameter,
-                {
-                    kind: _aside(value, mine, dict.get(self.state, parameter, {}).get(kind))
-                    for kind, value in state.items()
-                },
-            )
-            for parameter, state in by_parameter
-        ]
-        for parameter, state in sources:
-            loaded.add(id(parameter))
-            views = dict.__getitem__(self.state, parameter)
-            for kind, view in views.items():
-                if kind in state:
-                    _copy(state[kind], view)
-                elif kind == "master_param":
-                    local(view).copy_(local(parameter).detach())
-                else:
-                    local(view).zero_()
-        for parameter, views in dict.items(self.state):
-            if id(parameter) not in loaded:
-                for kind, view in views.items():
-                    local(view).copy_(local(parameter).detach()) if kind == "master_param" else local(view).zero_()
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
-    def _merge_group(self, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-        merged = {key: saved.get(key, value) for key, value in group.items()}
-        merged["params"] = group["params"]
-        if "param_names" in saved and "param_names" not in group:
-            merged["param_names"] = saved["param_names"]
-        return merged
-
-    def _check_loaded(
-        self, saved_groups: list[dict[str, Any]], saved_state: dict[Any, Any]
-    ) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-        """Refuse a state dict of another model, with names and shapes."""
-        if len(saved_groups) != len(self.param_groups):
-            raise OptionError(f"the state dict has {len(saved_groups)} groups, the optimizer {len(self.param_groups)}")
-        pairs = []
-        for index, (group, saved) in enumerate(zip(self.param_groups, saved_groups, strict=True)):
-            if len(saved["params"]) != len(group["params"]):
-                raise OptionError(
-                    f"group {index} has {len(saved['params'])} parameters in the state dict and "
-                    f"{len(group['params'])} in the optimizer"
-                )
-            for position, (key, parameter) in enumerate(zip(saved["params"], group["params"], strict=True)):
-                state = saved_state.get(key)
-                if not state:
-                    continue
-                name = self._name(index, position)
-                for kind, value in state.items():
-                    if kind != "step" and kind not in KINDS:
-                        raise OptionError(f"{name} has state {kind!r} in the state dict, which is not AdamW's")
-                    if kind == "step":
-                        continue
-                    if tuple(value.shape) != tuple(parameter.shape) and tuple(local(value).shape) != tuple(
-                        local(parameter).shape
-                    ):
-                        raise OptionError(
-                            f"{name} has shape {tuple(parameter.shape)}, its {kind} in the state dict "
-                            f"{tuple(value.shape)}"
-                        )
-                pairs.append((parameter, state))
-        return pairs
-
-
-def _aside(value: Any, mine: set[int], destination: Any) -> Any:
-    """Return the value, or a copy of it where it is live state of this optimizer at another place."""
-    if not isinstance(value, torch.Tensor) or local(value).numel() == 0:
-        return value
-    storage = local(value).untyped_storage().data_ptr()
-    at_home = destination is not None and local(destination).data_ptr() == local(value).data_ptr()
-    return local(value).clone() if storage in mine and not at_home else value
-
-
-def _copy(value: Any, view: torch.Tensor) -> None:
-    """Copy a loaded value into its place, unless it is there already."""
-    target = local(view)
-    if not isinstance(value, torch.Tensor):
-        target.fill_(value)
-        return
-    source = local(value)
-    if source.data_ptr() != target.data_ptr() or source.dtype != target.dtype or target.numel() == 0:
-        target.copy_(source.reshape(target.shape))
+        load(self, state_dict)

@@ -139,10 +139,7 @@ fn wrong_options_are_refused_with_a_hint() {
         ("bench step --params many", &["--params", "not a number"]),
         ("bench step --params 1e30", &["--params"]),
         ("bench step --model qwen2.5-3b --params 5", &["--model", "--params"]),
-        (
-            "bench step --device cpu --chunk-bytes 10",
-            &["--chunk-bytes: 10", "need at least 512"],
-        ),
+        ("bench step --device cpu --chunk-bytes 10", &["--chunk-bytes: 10", "need at least 512"]),
         ("bench step --device cpu --chunk-bytes 511", &["--chunk-bytes: 511"]),
         ("bench step --chunk-bytes 0", &["--chunk-bytes", "positive"]),
         ("bench step --chunk-bytes 16XiB", &["--chunk-bytes"]),

@@ -134,6 +134,11 @@ impl Buffer {
         Region { buffer: self.clone(), offset_bytes: 0, len_bytes: self.bytes }
     }
 
+    /// All of it, from the buffer itself.
+    pub fn into_region(self) -> Region {
+        Region { offset_bytes: 0, len_bytes: self.bytes, buffer: self }
+    }
+
     /// A part of it.
     pub fn region(&self, offset_bytes: u64, len_bytes: u64) -> Result<Region> {
         self.all().slice(offset_bytes, len_bytes)

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use common::trial::{Rig, Scenario, Tensor, mixed_tensors};
-use common::{Kind, Subject, in_one_of_three};
+use common::{Kind, Subject, device_error, in_one_of_three, under_sanitizer};
 use forebay::device::arith::uniform_element;
 use forebay::device::fault::{Call, Misbehaviour};
 use forebay::device::{self, Kernel, Region, Stream};
@@ -31,6 +31,7 @@ on_devices! {
         bytes_go_in_through_the_slot_and_out_again,
         a_chunk_stored_in_parts_is_fetched_whole,
         slots_that_are_dropped_come_back_when_their_work_has_ended,
+        a_slot_whose_wait_was_refused_keeps_its_fence,
         an_acquirer_sleeps_until_a_slot_comes_back,
         the_host_gets_a_value_when_its_use_has_ended,
         the_pool_knows_what_is_out,
@@ -237,6 +238,26 @@ fn slots_that_are_dropped_come_back_when_their_work_has_ended(on: &Subject) {
             assert!(bytes[BYTES as usize / 2..].iter().all(|&byte| byte == 0), "{call:?} {nth}");
         }
     }
+}
+
+/// The other slot is held, so that nothing but the fence stands between the late store and the next fetch.
+fn a_slot_whose_wait_was_refused_keeps_its_fence(on: &Subject) {
+    let bare = bare(on, 2);
+    let held = bare.pipeline.acquire().unwrap();
+    on.fault.on(Call::Copy, 1, Misbehaviour::Late { ns: 200_000_000 });
+    bare.pass(0, 5).unwrap();
+    on.fault.on(Call::Synchronize, 0, Misbehaviour::Fail);
+    if !under_sanitizer(on.kind) {
+        device_error(bare.pipeline.acquire().map(drop));
+        assert_eq!(bare.pipeline.idle_slots(), 1);
+        bare.pass(1, 6).unwrap();
+        bare.pipeline.drain().unwrap();
+        for (part, byte) in [(0, 5), (1, 6)] {
+            assert!(on.host_bytes(&bare.part(part)).unwrap()[..BYTES as usize / 2].iter().all(|&b| b == byte));
+        }
+    }
+    drop(held);
+    assert_eq!(bare.pipeline.idle_slots(), 2);
 }
 
 fn an_acquirer_sleeps_until_a_slot_comes_back(on: &Subject) {

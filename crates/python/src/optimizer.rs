@@ -120,18 +120,28 @@ impl Engine {
 /// Scalar sets of one call: one for each group and step count that occur.
 #[derive(Default)]
 struct Sets {
+    /// The set found last: neighbours mostly share one.
+    last: Option<((u32, u64), u32)>,
     index: HashMap<(u32, u64), u32>,
     scalars: Vec<AdamWScalars>,
 }
 
 impl Sets {
     fn find(&mut self, powers: &mut Powers, groups: &[Group], group: u32, t: u64) -> Result<u32> {
-        if let Some(&index) = self.index.get(&(group, t)) {
+        if let Some((key, index)) = self.last
+            && key == (group, t)
+        {
             return Ok(index);
         }
-        let index = self.scalars.len() as u32;
-        self.scalars.push(powers.scalars(&hyper(&groups[group as usize]), t)?);
+        let index = match self.index.get(&(group, t)) {
+            Some(&index) => index,
+            None => {
+                self.scalars.push(powers.scalars(&hyper(&groups[group as usize]), t)?);
+                self.scalars.len() as u32 - 1
+            }
+        };
         self.index.insert((group, t), index);
+        self.last = Some(((group, t), index));
         Ok(index)
     }
 }

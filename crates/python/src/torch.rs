@@ -25,7 +25,7 @@ pub(crate) fn region(device: &SharedDevice, addr: u64, bytes: u64, place: Place,
     // is released by no one before the call returns, and the call waits for all work on it. For an empty tensor the
     // address is never used: the region below has no bytes.
     let buffer = unsafe { Buffer::borrow(addr, len, place, device.info().id, keeper.clone()) }?;
-    Ok(buffer.region(0, bytes)?)
+    if bytes == 0 { Ok(buffer.region(0, 0)?) } else { Ok(buffer.into_region()) }
 }
 
 /// Names a whole buffer, such as the ring that torch allocated.

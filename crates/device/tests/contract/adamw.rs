@@ -11,6 +11,7 @@ contract! {
         every_type_and_option_gives_the_written_bits,
         many_segments_go_in_one_launch,
         special_values_come_out_as_written,
+        a_master_gives_way_to_a_weight_that_was_replaced,
         gradients_are_scaled_on_the_device,
         a_skip_flag_changes_nothing_at_all,
         ten_steps_in_a_row_stay_exact;
@@ -18,17 +19,19 @@ contract! {
 
 const LENGTHS: [usize; 6] = [1, 3, 4095, 4096, 4097, 20_000];
 
-/// Plausible training state: its values differ per segment, element and operand.
+/// Plausible training state: its values differ per segment, element and operand. Three parameters in four are the
+/// rounding of their master, the fourth is not.
 fn plausible(segment: usize, element: usize) -> Values {
     let value =
         |operand: u64, low, high| uniform_element(1000 + 10 * segment as u64 + operand, element as u64, low, high);
+    let master = value(5, -1.0, 1.0);
     [
-        value(0, -1.0, 1.0),
+        if element % 4 == 3 { value(0, -1.0, 1.0) } else { master },
         value(1, -0.5, 0.5),
         value(2, -0.1, 0.1),
         value(3, 0.0, 0.01),
         value(4, 0.0, 0.02),
-        value(5, -1.0, 1.0),
+        master,
     ]
 }
 
@@ -157,6 +160,28 @@ fn special_values_come_out_as_written(on: &Subject) {
             .map(|i| Shape { param, grad, master: i == 1, amsgrad: i == 2, scalars: i, ..Shape::plain(N.pow(4)) })
             .collect();
         compare(on, Problem::new(&four_sets(), &shapes, value), &format!("{param:?} with {grad:?} gradients"));
+    }
+}
+
+/// As a fresh master of zeros must, and one whose weight was loaded anew; only an exact rounding keeps it.
+fn a_master_gives_way_to_a_weight_that_was_replaced(on: &Subject) {
+    for param in DTYPES {
+        let shapes = [Shape { param, master: true, ..Shape::plain(1000) }, Shape { param, ..Shape::plain(1000) }];
+        let replaced = |_, i: usize| {
+            let [p, rest @ ..] = plausible(0, i);
+            let [g, m, v, x, _] = rest;
+            // A fresh master; one that is off by its last bits; one that differs in the sign of zero alone.
+            let (p, master) = [(p, 0.0), (1.0, 1.5), (0.0, -0.0)][i % 3];
+            [p, g, m, v, x, master]
+        };
+        let mut problem = Problem::new(&[four_sets()[0]], &shapes, replaced);
+        let device = problem.upload(on);
+        problem.launch(on, &device, None, None);
+        problem.step(1.0);
+        problem.expect(on, &device, &format!("{param:?}"));
+        for i in 0..1000 {
+            assert_eq!(problem.param(0, i).to_bits(), problem.param(1, i).to_bits(), "a stale master counted");
+        }
     }
 }
 

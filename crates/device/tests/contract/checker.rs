@@ -125,6 +125,8 @@ fn every_operand_of_an_update_is_watched(on: &Subject) {
     on.fill(&one, &at(0), 0).unwrap();
     let compare = Kernel::CountDifferences { a: at(1), b: at(0), count: count.clone() };
     race(on.launch(&two, &compare), ["one", "two"]);
+    let powers = Kernel::Powers { dst: at(0), beta: 0.9, first: 1 };
+    race(on.launch(&two, &powers), ["one", "two"]);
     on.finish(&one).unwrap();
     on.launch(&two, &compare).unwrap();
     race(on.copy(&one, &count.slice(0, 4).unwrap(), &host), ["one", "two"]);

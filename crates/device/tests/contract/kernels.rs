@@ -1,6 +1,6 @@
 //! The small kernels, and the refusal of operands that no backend could run.
 
-use forebay_device::arith::{AdamWHyper, AdamWScalars, uniform_element};
+use forebay_device::arith::{AdamWHyper, AdamWScalars, power_element, uniform_element};
 use forebay_device::{AdamW, AdamWSegment, Dtype, Error, Kernel, Region};
 
 use crate::bench::{Subject, pattern};
@@ -9,6 +9,7 @@ contract! {
     every:
         fill_sets_its_bytes_and_no_others,
         uniform_gives_the_same_bits_everywhere,
+        powers_are_those_of_the_device,
         differences_are_counted_exactly,
         small_kernels_refuse_what_does_not_fit,
         updates_refuse_what_does_not_fit,
@@ -49,6 +50,32 @@ fn uniform_gives_the_same_bits_everywhere(on: &Subject) {
             want[at..at + 4].copy_from_slice(&uniform_element(seed, i, low, high).to_ne_bytes());
         }
         assert!(on.download(&buffer.all()) == want, "seed {seed}, {elements} elements at {offset}");
+    }
+}
+
+/// Bit for bit on the CPU; a GPU's `powf` may be off by a few last bits, and torch's results with it.
+fn powers_are_those_of_the_device(on: &Subject) {
+    let [stream] = on.streams(["powers"]);
+    for (beta, first, elements, offset) in
+        [(0.9, 1u64, 1u64, 0u64), (0.999, 1, 5003, 4), (0.95, 100_000, 257, 252), (0.0, 0, 3, 0), (1.0, 7, 300, 8)]
+    {
+        let bytes = (elements * 4 + 512) as usize;
+        let buffer = on.upload(&vec![0x5a; bytes]);
+        let dst = buffer.region(offset, elements * 4).unwrap();
+        on.launch(&stream, &Kernel::Powers { dst, beta, first }).unwrap();
+        on.finish(&stream).unwrap();
+        let got = on.download(&buffer.all());
+        let (start, end) = (offset as usize, (offset + 4 * elements) as usize);
+        assert!(got[..start].iter().chain(&got[end..]).all(|&byte| byte == 0x5a), "bytes beside the powers changed");
+        for (i, word) in got[start..end].chunks_exact(4).enumerate() {
+            let (power, want) = (f32::from_ne_bytes(word.try_into().unwrap()), power_element(beta, first + i as u64));
+            let off = power.to_bits().abs_diff(want.to_bits());
+            assert!(
+                off <= if on.kind.is_cuda() { 8 } else { 0 },
+                "{beta}^{}: {power:e}, not {want:e}",
+                first + i as u64
+            );
+        }
     }
 }
 
@@ -102,6 +129,10 @@ fn small_kernels_refuse_what_does_not_fit(on: &Subject) {
     refusal(on, &uniform(at(0, 8), 1.0, 0.5), "uniform over nothing");
     refusal(on, &uniform(at(0, 8), f32::NAN, 1.0), "uniform from no number");
     refusal(on, &uniform(at(0, 8), 0.0, f32::NAN), "uniform to no number");
+    let powers = |dst: Region| Kernel::Powers { dst, beta: 0.9, first: 1 };
+    refusal(on, &powers(host.clone()), "powers into host memory");
+    refusal(on, &powers(at(0, 6)), "powers of a word and a half");
+    refusal(on, &powers(at(2, 8)), "powers at half a word");
     let count = |a, b, count| Kernel::CountDifferences { a, b, count };
     refusal(on, &count(at(0, 6), at(8, 6), at(16, 8)), "a word and a half");
     refusal(on, &count(at(1, 4), at(8, 4), at(16, 8)), "one side at a quarter of a word");

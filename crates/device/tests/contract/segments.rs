@@ -115,6 +115,10 @@ impl Problem {
         widen(&self.images[operand][at..at + width], dtype)
     }
 
+    pub(crate) fn param(&self, segment: usize, i: usize) -> f32 {
+        self.value(segment, PARAM, i)
+    }
+
     fn set(&mut self, segment: usize, operand: usize, i: usize, bytes: &[u8]) {
         let at = self.segments[segment].1[operand] + i * bytes.len();
         self.images[operand][at..at + bytes.len()].copy_from_slice(bytes);
@@ -127,8 +131,10 @@ impl Problem {
             let s = self.scalars[shape.scalars as usize];
             for i in 0..shape.elements {
                 let value = |operand| self.value(segment, operand, i);
+                // A master counts where the parameter is its rounding.
+                let follows = |master: f32| narrow(master, shape.param) == narrow(value(PARAM), shape.param);
                 let old = AdamWElement {
-                    p: value(if shape.master { MASTER } else { PARAM }),
+                    p: if shape.master && follows(value(MASTER)) { value(MASTER) } else { value(PARAM) },
                     m: value(MOMENT),
                     v: value(SQUARE),
                     x: if shape.amsgrad { value(LARGEST) } else { 0.0 },

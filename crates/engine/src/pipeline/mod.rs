@@ -87,10 +87,10 @@ impl Fence for EventFence {
 }
 
 /// One chunk in so many is timed: a time costs the copy engine more than the ordering does.
-const TIMED_EVERY: u64 = 16;
+const TIMED_EVERY: u64 = 64;
 
 /// What one run through the pipeline did. Bytes are payload, each way. Without a trace, the times of the stages are
-/// measured on one chunk in sixteen and scaled by bytes.
+/// measured on one chunk in 64 and scaled by bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct RunStats {
     /// Chunks that went through.
@@ -224,15 +224,16 @@ impl Pipeline {
 
     /// Begins a run: statistics start from zero.
     pub fn begin(&self) -> Result<()> {
-        let traced = !self.shared.is_untraced();
-        if traced {
-            self.drain()?;
-            self.device().record(&self.shared.epoch, &self.fetch)?;
-        }
+        // The books first: stores of the run before that are still under way do not belong in this one's.
         let mut books = lock(&self.shared.books);
         books.trace.clear();
         let (run, trace) = (books.run + 1, std::mem::take(&mut books.trace));
         *books = Books { run, trace, ..Books::default() };
+        drop(books);
+        if !self.shared.is_untraced() {
+            self.drain()?;
+            self.device().record(&self.shared.epoch, &self.fetch)?;
+        }
         Ok(())
     }
 

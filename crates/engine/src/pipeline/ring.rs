@@ -181,6 +181,27 @@ mod loom_tests {
         });
     }
 
+    /// A slot may be taken by another between the wake-up and the look: who was woken looks again.
+    #[test]
+    fn loom_woken_waiter_may_find_nothing() {
+        loom::model(|| {
+            let ring: Arc<Ring<usize, DeviceEvent>> = Arc::new(Ring::new(0..1));
+            let (held, _) = ring.acquire().unwrap();
+            let waiter = {
+                let ring = ring.clone();
+                thread::spawn(move || {
+                    let (slot, _) = ring.acquire().unwrap();
+                    ring.release(slot, None);
+                })
+            };
+            ring.release(held, None);
+            let (again, _) = ring.acquire().unwrap();
+            ring.release(again, None);
+            waiter.join().unwrap();
+            assert_eq!(lock(&ring.free).len(), 1);
+        });
+    }
+
     struct Broken;
     impl Fence for Broken {
         fn reached(&self) -> Result<bool> {

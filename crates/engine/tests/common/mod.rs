@@ -77,7 +77,7 @@ macro_rules! on_devices {
 /// Runs a body on a device, where the machine has it.
 pub(crate) fn run(kind: Kind, test: &str, body: impl FnOnce(&Subject)) {
     let Some(_turn) = turn(kind) else { return };
-    guarded(test, || body(&Subject::open(kind, None)));
+    guarded(kind, test, || body(&Subject::open(kind, None)));
 }
 
 /// The same in another process: this test binary, run again for this one test.
@@ -85,13 +85,13 @@ pub(crate) fn run_alone(kind: Kind, test: &str, body: impl FnOnce(&Subject)) {
     const CHILD: &str = "FOREBAY_TEST_ALONE";
     let name = test.split_once("::").expect("a test's path starts with its crate").1;
     if std::env::var(CHILD).as_deref() == Ok(name) {
-        return guarded(test, || body(&Subject::open(kind, None)));
+        return guarded(kind, test, || body(&Subject::open(kind, None)));
     }
     let Some(_turn) = turn(kind) else { return };
     if under_sanitizer(kind) {
         return eprintln!("under compute-sanitizer, which reports a lost context as the fault it is: skipped");
     }
-    guarded(test, || {
+    guarded(kind, test, || {
         let child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", name, "--nocapture", "--test-threads=1"])
             .env(CHILD, name)
@@ -139,13 +139,14 @@ fn has_cuda() -> bool {
 }
 
 /// A body that hangs ends the process, with the test's name: nothing else could end it.
-fn guarded(test: &str, body: impl FnOnce()) {
-    const PATIENCE: Duration = Duration::from_secs(300);
+fn guarded(kind: Kind, test: &str, body: impl FnOnce()) {
+    // Under compute-sanitizer everything takes its time.
+    let patience = Duration::from_secs(if kind.is_cuda() { 300 } else { 60 });
     let (ended, watched) = channel::<()>();
     let name = test.to_owned();
     std::thread::spawn(move || {
-        if watched.recv_timeout(PATIENCE) == Err(RecvTimeoutError::Timeout) {
-            eprintln!("{name} hangs: no end after {} s", PATIENCE.as_secs());
+        if watched.recv_timeout(patience) == Err(RecvTimeoutError::Timeout) {
+            eprintln!("{name} hangs: no end after {} s", patience.as_secs());
             std::process::abort();
         }
     });

@@ -1,0 +1,130 @@
+"""Loading state dicts in the format of ``torch.optim.AdamW`` into arenas, in place."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forebay._torch import local
+from forebay.errors import OptionError
+
+if TYPE_CHECKING:
+    from forebay.optim import AdamW
+
+KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
+"""What may be kept for a parameter, besides ``step``."""
+
+
+@torch.no_grad()
+def load(optimizer: AdamW, state_dict: dict[str, Any]) -> None:
+    """Load state in the format of ``torch.optim.AdamW``, in place: nothing passes through the GPU.
+
+    Everything is checked before anything is changed. State of parameters that the dict does not have starts anew.
+    """
+    state_dict = dict(state_dict)
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed = hook(optimizer, state_dict)
+        if changed is not None:
+            state_dict = changed
+    saved_groups = deepcopy(state_dict["param_groups"])
+    by_parameter = _check_loaded(optimizer, saved_groups, state_dict["state"])
+    optimizer._open()
+    optimizer._settle(None)
+    optimizer.param_groups = [
+        _merge_group(group, saved) for group, saved in zip(optimizer.param_groups, saved_groups, strict=True)
+    ]
+    optimizer._create([parameter for parameter, _ in by_parameter])
+    mine = {
+        local(value).untyped_storage().data_ptr() for state in dict.values(optimizer.state) for value in state.values()
+    }
+    loaded = set()
+    # A source may be another parameter's live state: take such ones aside first.
+    sources = [
+        (
+            parameter,
+            {
+                kind: _aside(value, mine, dict.get(optimizer.state, parameter, {}).get(kind))
+                for kind, value in state.items()
+            },
+        )
+        for parameter, state in by_parameter
+    ]
+    for parameter, state in sources:
+        loaded.add(id(parameter))
+        views = dict.__getitem__(optimizer.state, parameter)
+        for kind, view in views.items():
+            if kind in state:
+                copy_into(state[kind], view)
+            elif kind == "master_param":
+                local(view).copy_(local(parameter).detach())
+            else:
+                local(view).zero_()
+    for parameter, views in dict.items(optimizer.state):
+        if id(parameter) not in loaded:
+            for kind, view in views.items():
+                local(view).copy_(local(parameter).detach()) if kind == "master_param" else local(view).zero_()
+    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        post_hook(optimizer)
+
+
+def _merge_group(group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    merged = {key: saved.get(key, value) for key, value in group.items()}
+    merged["params"] = group["params"]
+    if "param_names" in saved and "param_names" not in group:
+        merged["param_names"] = saved["param_names"]
+    return merged
+
+
+def _check_loaded(
+    optimizer: AdamW, saved_groups: list[dict[str, Any]], saved_state: dict[Any, Any]
+) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+    """Refuse a state dict of another model, with names and shapes."""
+    if len(saved_groups) != len(optimizer.param_groups):
+        raise OptionError(f"the state dict has {len(saved_groups)} groups, the optimizer {len(optimizer.param_groups)}")
+    pairs = []
+    for index, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
+        if len(saved["params"]) != len(group["params"]):
+            raise OptionError(
+                f"group {index} has {len(saved['params'])} parameters in the state dict and "
+                f"{len(group['params'])} in the optimizer"
+            )
+        for position, (key, parameter) in enumerate(zip(saved["params"], group["params"], strict=True)):
+            state = saved_state.get(key)
+            if not state:
+                continue
+            name = optimizer._name(index, position)
+            for kind, value in state.items():
+                if kind != "step" and kind not in KINDS:
+                    raise OptionError(f"{name} has state {kind!r} in the state dict, which is not AdamW's")
+                if kind == "step":
+                    continue
+                if tuple(value.shape) != tuple(parameter.shape) and tuple(local(value).shape) != tuple(
+                    local(parameter).shape
+                ):
+                    raise OptionError(
+                        f"{name} has shape {tuple(parameter.shape)}, its {kind} in the state dict {tuple(value.shape)}"
+                    )
+            pairs.append((parameter, state))
+    return pairs
+
+
+def _aside(value: Any, mine: set[int], destination: Any) -> Any:
+    """Return the value, or a copy of it where it is live state of this optimizer at another place."""
+    if not isinstance(value, torch.Tensor) or local(value).numel() == 0:
+        return value
+    storage = local(value).untyped_storage().data_ptr()
+    at_home = destination is not None and local(destination).data_ptr() == local(value).data_ptr()
+    return local(value).clone() if storage in mine and not at_home else value
+
+
+def copy_into(value: Any, view: torch.Tensor) -> None:
+    """Copy a loaded value into its place, unless it is there already."""
+    target = local(view)
+    if not isinstance(value, torch.Tensor):
+        target.fill_(value)
+        return
+    source = local(value)
+    if source.data_ptr() != target.data_ptr() or source.dtype != target.dtype or target.numel() == 0:
+        target.copy_(source.reshape(target.shape))
