@@ -11,9 +11,9 @@ mod tables;
 use std::process::ExitCode;
 
 use clap::Parser as _;
+use forebay::Error;
 use forebay::device::{CpuDevice, CpuOptions, LinkOptions, SharedDevice, open, open_default};
-use forebay::measure::{Model, ProbeOptions, StepBenchOptions, bench_step, probe};
-use forebay::{Error, device};
+use forebay::measure::{Model, ProbeOptions, StepBenchOptions, bench_step, check_fit, probe};
 use serde::Serialize;
 
 use options::{Bench, Cli, Command, DeviceChoice, StepArgs};
@@ -77,17 +77,15 @@ fn run_probe(choice: &DeviceChoice, json: &Json) -> Result<ExitCode, Failure> {
 fn run_bench_step(args: &StepArgs) -> Result<ExitCode, Failure> {
     let device = open_device(&args.device)?;
     args.json.path().into_iter().chain(args.trace.as_deref()).try_for_each(check_writable)?;
-    let ring_bytes = args.chunk_bytes.saturating_mul(args.slots as u64);
     let model = match (&args.model, args.params) {
         (Some(name), _) => Model::named(name)?,
         (None, Some(params)) => {
             // Asked before the shapes are made: the list of so many tensors might not fit either.
-            refuse_what_cannot_fit(&device, params, ring_bytes)?;
+            check_fit(&device, params, args.chunk_bytes, args.slots)?;
             Model::synthetic(params)?
         }
         (None, None) => StepBenchOptions::default_model(device.info().backend)?,
     };
-    refuse_what_cannot_fit(&device, model.params(), ring_bytes)?;
     let mut options = StepBenchOptions::new(model);
     if let Some(gbps) = args.device.link_gbps {
         // A simulated link keeps its pace from the first byte; a slow one need not be watched for a minute.
@@ -108,32 +106,6 @@ fn run_bench_step(args: &StepArgs) -> Result<ExitCode, Failure> {
         }
     }
     Ok(if result.is_exact() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
-}
-
-/// A model or a ring that can never fit is refused with all the numbers before anything is measured.
-fn refuse_what_cannot_fit(device: &SharedDevice, params: u64, ring_bytes: u64) -> Result<(), Failure> {
-    let state = params.saturating_mul(8);
-    let on_device = params.saturating_mul(8).saturating_add(ring_bytes);
-    let memory = device.memory()?;
-    let host = device::HostMemory::now();
-    if on_device > memory.free_bytes {
-        return Err(Failure::from(device::Error::OutOfDeviceMemory {
-            device: format!("{} (parameters, gradients and ring)", device.info().name),
-            requested_bytes: on_device,
-            available_bytes: memory.free_bytes,
-            capacity_bytes: memory.capacity_bytes,
-        }));
-    }
-    // The CPU backend's device memory is host memory too.
-    let on_host = if device.info().backend == device::Backend::Cpu { state.saturating_add(on_device) } else { state };
-    if on_host > host.available_bytes {
-        return Err(Failure::from(device::Error::SlabLargerThanMemory {
-            requested_bytes: on_host,
-            available_bytes: host.available_bytes,
-            memory_bytes: host.total_bytes,
-        }));
-    }
-    Ok(())
 }
 
 /// Prints the table, the JSON, or the table with the JSON in a file.

@@ -47,6 +47,7 @@ pub(crate) fn bench_step(
 ) -> PyResult<String> {
     guard::run(py, || {
         let device = device.map_or_else(|| open_default(None), |name| open(&name))?;
+        forebay::measure::check_fit(&device, params, chunk_bytes, slots)?;
         let mut options = StepBenchOptions::new(Model::synthetic(params)?);
         (options.slots, options.slot_bytes, options.steps) = (slots, chunk_bytes, steps);
         Ok(json(&forebay::measure::bench_step(&device, &options, &mut Silent)?))

@@ -21,11 +21,11 @@ impl LinkOptions {
         for (option, rate) in
             [("fetch_bytes_per_s", self.fetch_bytes_per_s), ("store_bytes_per_s", self.store_bytes_per_s)]
         {
-            if !(rate.is_finite() && rate > 0.0) {
+            if !(rate.is_finite() && rate >= 1.0) {
                 return Err(Error::InvalidOption {
                     option,
                     value: rate.to_string(),
-                    remedy: "give a positive number of bytes per second".to_owned(),
+                    remedy: "give at least one byte per second".to_owned(),
                 });
             }
         }

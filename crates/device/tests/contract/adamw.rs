@@ -170,9 +170,12 @@ fn a_master_gives_way_to_a_weight_that_was_replaced(on: &Subject) {
         let replaced = |_, i: usize| {
             let [p, rest @ ..] = plausible(0, i);
             let [g, m, v, x, _] = rest;
-            // A fresh master; one that is off by its last bits; one that differs in the sign of zero alone.
-            let (p, master) = [(p, 0.0), (1.0, 1.5), (0.0, -0.0)][i % 3];
-            [p, g, m, v, x, master]
+            match i % 3 {
+                0 => [p, g, m, v, x, 0.0],
+                1 => [1.0, g, m, v, x, 1.5],
+                // The sign of zero alone, which shows where nothing is subtracted.
+                _ => [0.0, 0.0, 0.0, v, x, -0.0],
+            }
         };
         let mut problem = Problem::new(&[four_sets()[0]], &shapes, replaced);
         let device = problem.upload(on);

@@ -9,7 +9,7 @@ mod wire;
 pub use exactness::Exactness;
 pub use models::{Model, TensorShape};
 pub use probe::{CopyRate, HostRates, KernelRate, Limits, PinRate, Probe, ProbeOptions, probe};
-pub use step::{StepBench, StepBenchOptions, bench_step};
+pub use step::{StepBench, StepBenchOptions, bench_step, check_fit};
 
 use forebay_device::{Device, Event, Stream};
 

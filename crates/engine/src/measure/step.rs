@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use forebay_device::arith::AdamWHyper;
-use forebay_device::{Backend, SharedDevice};
+use forebay_device::{self as device, Backend, HostMemory, SharedDevice};
 use serde::Serialize;
 
 use super::exactness::{Exactness, Resident, Workload, cut_check, specs};
@@ -119,6 +119,39 @@ impl StepBench {
     }
 }
 
+/// Refuses a model or a ring that can never fit, with all the numbers, before anything is measured.
+pub fn check_fit(device: &SharedDevice, params: u64, slot_bytes: u64, slots: usize) -> Result<()> {
+    let state = params.saturating_mul(8);
+    let on_device = params.saturating_mul(8).saturating_add(slot_bytes.saturating_mul(slots as u64));
+    let (memory, host) = (device.memory()?, HostMemory::now());
+    if on_device > memory.free_bytes {
+        return Err(Error::Device(device::Error::OutOfDeviceMemory {
+            device: format!("{} (parameters, gradients and ring)", device.info().name),
+            requested_bytes: on_device,
+            available_bytes: memory.free_bytes,
+            capacity_bytes: memory.capacity_bytes,
+        }));
+    }
+    // The CPU backend's device memory is host memory too.
+    let on_host = if device.info().backend == Backend::Cpu { state.saturating_add(on_device) } else { state };
+    if on_host > host.available_bytes {
+        return Err(Error::Device(device::Error::SlabLargerThanMemory {
+            requested_bytes: on_host,
+            available_bytes: host.available_bytes,
+            memory_bytes: host.total_bytes,
+        }));
+    }
+    Ok(())
+}
+
+/// Whether a second, unstreamed copy fits beside what is there: with a tenth of the device left free, which the driver
+/// or others may need.
+fn has_room(device: &SharedDevice, bytes: u64) -> Result<bool> {
+    let memory = device.memory()?;
+    let on_device = memory.free_bytes > bytes + memory.capacity_bytes / 10;
+    Ok(on_device && (device.info().backend != Backend::Cpu || HostMemory::now().available_bytes > 2 * bytes))
+}
+
 /// Runs it.
 pub fn bench_step(device: &SharedDevice, options: &StepBenchOptions, progress: &mut dyn Progress) -> Result<StepBench> {
     let StepBenchOptions { model, slot_bytes, slots, steps, wire_bytes, .. } = options;
@@ -130,6 +163,7 @@ pub fn bench_step(device: &SharedDevice, options: &StepBenchOptions, progress: &
             remedy: "time at least one step".to_owned(),
         });
     }
+    check_fit(device, model.params(), *slot_bytes, *slots)?;
     let plan_options = PlanOptions { slot_bytes: *slot_bytes, slots: *slots, ..PlanOptions::default() };
     let plan = Arc::new(StepPlan::new(specs(tensors), plan_options)?);
 
@@ -156,10 +190,11 @@ pub fn bench_step(device: &SharedDevice, options: &StepBenchOptions, progress: &
     let driver_pin_bytes = before.saturating_sub(pinned);
     let streamed = StreamedAdamW::from_parts(state, Arc::new(pipeline));
     progress.advance();
-    // A tenth of the device stays free: the driver needs some of it, and so may others.
-    let memory = device.memory()?;
-    let room = memory.free_bytes > Resident::bytes(tensors) + memory.capacity_bytes / 10;
-    let resident = if room { Some(Resident::new(device, &workload, &compute)?) } else { None };
+    let resident = if has_room(device, Resident::bytes(tensors))? {
+        Some(Resident::new(device, &workload, &compute)?)
+    } else {
+        None
+    };
     finish(&**device, &compute)?;
     progress.advance();
 
