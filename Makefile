@@ -13,7 +13,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 UV := $(PY) -m uv --quiet
 MATURIN := $(PY) -m maturin
-PY_SOURCES := python scripts tests
+PY_SOURCES := bench python scripts tests
 TARGET := $(or $(CARGO_TARGET_DIR),target)
 NEXTEST := $(or $(shell command -v cargo-nextest),.tools/bin/cargo-nextest)
 

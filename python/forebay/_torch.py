@@ -142,3 +142,22 @@ def check_gradient(parameter: torch.Tensor, gradient: torch.Tensor, name: str) -
 def bump_versions(tensors: list[torch.Tensor]) -> None:
     """Tell autograd that tensors were changed in place."""
     torch.autograd.graph.increment_version(tensors)
+
+
+def total_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of all tensors as one vector; of DTensors all of them counts, on whatever rank it is.
+
+    torch takes the norm of plain tensors or of DTensors on one mesh; a model may have both, and several meshes.
+    """
+    by_mesh: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        mesh = tensor.device_mesh if is_dtensor(tensor) else None  # type: ignore[attr-defined]
+        by_mesh.setdefault(mesh, []).append(tensor)
+    norms: list[torch.Tensor] = []
+    for group in by_mesh.values():
+        norm: Any = torch.nn.utils.get_total_norm(group)
+        norms.append(norm.full_tensor() if is_dtensor(norm) else norm)
+    if len(norms) == 1:
+        return norms[0]
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    return total

@@ -20,10 +20,10 @@ from forebay._torch import (
     check_parameter,
     host_tensor,
     is_dense,
-    is_dtensor,
     local,
     state_like,
     stream_handle,
+    total_norm,
 )
 from forebay.errors import DeviceError, OptionError
 
@@ -198,7 +198,9 @@ class AdamW(torch.optim.Optimizer):
         self._create(found.parameters)
         run = self._step_resident if self._options.placement == "resident" else self._step_streamed
         run(engine, compute, found, scale.data_ptr() if isinstance(scale, torch.Tensor) else 0)
-        bump_versions(found.inner)
+        bump_versions(found.parameters)
+        if found.inner is not found.parameters:
+            bump_versions(found.inner)
         for original, copy in found.copies:
             original.copy_(copy)
         self._step_s = time.perf_counter() - start
@@ -257,9 +259,7 @@ class AdamW(torch.optim.Optimizer):
         limit = self._options.max_grad_norm
         if limit is None:
             return None
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if is_dtensor(norm):
-            norm = norm.full_tensor()  # type: ignore[attr-defined]
+        norm = total_norm(gradients)
         self._grad_norm = norm
         if self._options.skip_nonfinite and not bool(torch.isfinite(norm)):
             return False

@@ -79,6 +79,12 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// Copies between regions of equal length, at least one of them on the device, on a stream.
     fn copy(&self, stream: &Stream, from: &Region, to: &Region) -> Result<()>;
 
+    /// Copies pairs of regions, in this order. Equally long and equally spaced pairs may become one transfer, which saves
+    /// the copy engine the pause between two. Where one is refused, those before it may have been accepted.
+    fn copy_all(&self, stream: &Stream, pairs: &[(Region, Region)]) -> Result<()> {
+        pairs.iter().try_for_each(|(from, to)| self.copy(stream, from, to))
+    }
+
     /// Runs a kernel on a stream.
     fn launch(&self, stream: &Stream, kernel: &Kernel<'_>) -> Result<()>;
 

@@ -64,6 +64,8 @@ pub struct Buffer {
     place: Place,
     device: Option<DeviceId>,
     key: u64,
+    /// Where the driver's registrations begin, for a slab that has more than one.
+    pieces: Option<Arc<[u64]>>,
     owner: Owner,
 }
 
@@ -75,7 +77,13 @@ impl fmt::Debug for Buffer {
 
 impl Buffer {
     pub(crate) fn new(addr: usize, bytes: u64, place: Place, device: Option<DeviceId>, owner: Owner) -> Self {
-        Self { addr, bytes, place, device, key: fresh_key(), owner }
+        Self { addr, bytes, place, device, key: fresh_key(), pieces: None, owner }
+    }
+
+    /// The same for a slab that is registered in several pieces.
+    pub(crate) fn in_pieces(mut self, pieces: &[(u64, u64)]) -> Self {
+        self.pieces = (pieces.len() > 1).then(|| pieces.iter().map(|&(start, _)| start).collect());
+        self
     }
 
     /// Names memory that somebody else allocated, such as a torch tensor's.
@@ -216,6 +224,17 @@ impl Region {
         Ok(())
     }
 
+    /// Whether one transfer may span from here to there: the same buffer, in one registration.
+    pub(crate) fn reaches(&self, other: &Self) -> bool {
+        let piece = |region: &Self| {
+            self.buffer
+                .pieces
+                .as_ref()
+                .map_or(0, |pieces| pieces.partition_point(|&start| start <= region.offset_bytes))
+        };
+        self.buffer.key == other.buffer.key && piece(self) == piece(other)
+    }
+
     /// Whether both name at least one common byte.
     pub fn overlaps(&self, other: &Self) -> bool {
         let (a, b) = (self.addr(), other.addr());
@@ -245,6 +264,16 @@ impl SlabLayout {
     /// The same with another limit on a piece, for tests and for drivers with smaller limits.
     pub fn with_piece_limit(part_bytes: &[u64], piece_limit_bytes: u64) -> Result<Self> {
         let page = crate::pinned::page_bytes();
+        // Pieces are whole pages, so a limit is too.
+        let piece_limit_bytes = piece_limit_bytes / page * page;
+        let total = part_bytes.iter().try_fold(0u64, |sum, &bytes| sum.checked_add(bytes)?.checked_add(page));
+        if total.is_none() {
+            return Err(Error::InvalidOption {
+                option: "slab parts",
+                value: format!("{} of them", part_bytes.len()),
+                remedy: "their sizes add up to more than can be addressed".to_owned(),
+            });
+        }
         let mut parts = Vec::with_capacity(part_bytes.len());
         let mut pieces: Vec<(u64, u64)> = Vec::new();
         let (mut piece_start, mut end) = (0u64, 0u64);

@@ -47,7 +47,8 @@ impl fmt::Debug for Stream {
     }
 }
 
-/// A point in a stream. Recording it again moves it; a wait is for the point it marked when the wait was submitted.
+/// A point in a stream. Recording it again moves it; a stream's wait is for the
+/// point it marked when the wait was submitted; a host that waits while it moves may wait for the later point.
 #[derive(Clone)]
 pub struct Event {
     pub(crate) kind: EventKind,

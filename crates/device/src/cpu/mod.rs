@@ -79,6 +79,12 @@ impl CpuDevice {
         if self.pid == std::process::id() { Ok(()) } else { Err(Error::Forked { device: self.info.name.clone() }) }
     }
 
+    fn make_event(&self, timed: bool) -> Result<Event> {
+        self.not_forked()?;
+        self.ledger.count_event();
+        Ok(Event::new(EventKind::Cpu(Arc::new(CpuEvent::new(timed))), self.info.id))
+    }
+
     fn queue<'a>(&self, stream: &'a Stream) -> Result<&'a CpuStream> {
         self.not_forked()?;
         match &stream.kind {
@@ -210,14 +216,11 @@ impl Device for CpuDevice {
     }
 
     fn event(&self) -> Result<Event> {
-        self.not_forked()?;
-        self.ledger.count_event();
-        Ok(Event::new(EventKind::Cpu(Arc::default()), self.info.id))
+        self.make_event(false)
     }
 
     fn timed_event(&self) -> Result<Event> {
-        // Here the time costs nothing, so every event has one.
-        self.event()
+        self.make_event(true)
     }
 
     fn record(&self, event: &Event, stream: &Stream) -> Result<()> {

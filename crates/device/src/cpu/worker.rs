@@ -51,12 +51,17 @@ impl Mark {
 }
 
 /// A point that can be recorded again and again.
-#[derive(Default)]
 pub(crate) struct CpuEvent {
     mark: Mutex<Option<Arc<Mark>>>,
+    timed: bool,
 }
 
 impl CpuEvent {
+    /// An event without a time refuses to tell one, as it would on a GPU.
+    pub(crate) fn new(timed: bool) -> Self {
+        Self { mark: Mutex::default(), timed }
+    }
+
     fn mark(&self) -> Option<Arc<Mark>> {
         lock(&self.mark).clone()
     }
@@ -74,7 +79,13 @@ impl CpuEvent {
 
     /// When the point was reached; an error where it was not recorded or not reached yet.
     pub(crate) fn time(&self) -> Result<Instant> {
-        let early = || Error::BadOperands { operation: "elapsed", reason: "an event was not reached yet".to_owned() };
+        let early = || Error::BadOperands {
+            operation: "elapsed",
+            reason: "an event was not reached yet, or carries no time".to_owned(),
+        };
+        if !self.timed {
+            return Err(early());
+        }
         self.mark().ok_or_else(early)?.outcome().ok_or_else(early)?
     }
 }

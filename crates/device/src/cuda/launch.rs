@@ -100,8 +100,7 @@ impl RawAdamW {
 
 /// The loaded kernels of one device.
 pub(crate) struct Kernels {
-    context: Arc<Context>,
-    module: sys::CUmodule,
+    _module: Module,
     adamw: [sys::CUfunction; 9],
     uniform: sys::CUfunction,
     powers: sys::CUfunction,
@@ -115,11 +114,17 @@ unsafe impl Send for Kernels {}
 // SAFETY: as above; they never change after loading.
 unsafe impl Sync for Kernels {}
 
-impl Drop for Kernels {
+/// A loaded module, unloaded when dropped.
+struct Module {
+    context: Arc<Context>,
+    raw: sys::CUmodule,
+}
+
+impl Drop for Module {
     fn drop(&mut self) {
         self.context.drain();
         // SAFETY: loaded by us, unloaded once, and no kernel of it is running any more.
-        let _ = self.context.call("cuModuleUnload", || unsafe { sys::cuModuleUnload(self.module) });
+        let _ = self.context.call("cuModuleUnload", || unsafe { sys::cuModuleUnload(self.raw) });
     }
 }
 
@@ -150,11 +155,12 @@ impl Kernels {
             let end = log.iter().position(|&byte| byte == 0).unwrap_or(log.len());
             return Err(refused(format!("{error} {}", String::from_utf8_lossy(&log[..end])).trim_end().to_owned()));
         }
+        let module = Module { context: context.clone(), raw: module };
         let find = |name: &str| {
             let text = CString::new(name).map_err(|_| refused(name.to_owned()))?;
             let mut function = std::ptr::null_mut();
             // SAFETY: a live module and a name that ends in a zero byte.
-            let answer = unsafe { sys::cuModuleGetFunction(&mut function, module, text.as_ptr()) };
+            let answer = unsafe { sys::cuModuleGetFunction(&mut function, module.raw, text.as_ptr()) };
             check("cuModuleGetFunction", answer).map_err(|error| refused(format!("{name}: {error}")))?;
             Ok(function)
         };
@@ -170,8 +176,7 @@ impl Kernels {
             count_differences: find("count_differences")?,
             spin: find("spin")?,
             trap: find("trap")?,
-            context: context.clone(),
-            module,
+            _module: module,
         })
     }
 

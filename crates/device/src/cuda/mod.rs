@@ -7,6 +7,7 @@
 mod driver;
 pub(crate) mod handles;
 mod launch;
+mod rows;
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
@@ -146,7 +147,7 @@ impl Device for CudaDevice {
         let stats = PinStats { bytes: layout.bytes(), fault_ns, register_ns, huge_pages };
         let addr = registration.addr();
         let buffer = Buffer::new(addr, layout.bytes(), Place::Pinned, Some(self.info.id), Arc::new(registration));
-        Ok(Slab::new(buffer, layout, stats))
+        Ok(Slab::new(buffer.in_pieces(layout.pieces()), layout, stats))
     }
 
     fn stream(&self, name: &str) -> Result<Stream> {
@@ -225,10 +226,28 @@ impl Device for CudaDevice {
             return Ok(());
         }
         // SAFETY: two live, disjoint ranges of equal length that this context can reach; unified addressing tells the
-        // direction. They stay alive until the copy has ended, because their owners drain the device before they free.
+        // direction. They stay alive until the copy has ended, because their owners drain the device before they free;
+        // of pageable memory the driver is done when the call returns.
         self.context.call("cuMemcpyAsync", || unsafe {
             sys::cuMemcpyAsync(to.addr() as u64, from.addr() as u64, from.bytes() as usize, raw)
         })
+    }
+
+    fn copy_all(&self, stream: &Stream, pairs: &[(Region, Region)]) -> Result<()> {
+        let mut rest = pairs;
+        while let Some((from, to)) = rest.first() {
+            let rows = rows::evenly_spaced(rest);
+            if rows.count < 2 {
+                self.copy(stream, from, to)?;
+            } else {
+                rest[..rows.count].iter().try_for_each(|(from, to)| check_copy(self.info.id, from, to))?;
+                let (raw, copy) = (self.raw_stream(stream)?, rows.describe(from, to));
+                // SAFETY: as in `copy`, for each row; `evenly_spaced` found that the rows are just these pairs.
+                self.context.call("cuMemcpy2DAsync", || unsafe { sys::cuMemcpy2DAsync_v2(&copy, raw) })?;
+            }
+            rest = &rest[rows.count..];
+        }
+        Ok(())
     }
 
     fn launch(&self, stream: &Stream, kernel: &Kernel<'_>) -> Result<()> {

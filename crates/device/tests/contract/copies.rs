@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use forebay_device::{Backend, Buffer, CpuDevice, CpuOptions, Device, Error, Kernel, Place, Region};
+use forebay_device::{Backend, Buffer, CpuDevice, CpuOptions, Device, Error, Kernel, Place, Region, Slab, SlabLayout};
 
 use crate::bench::{Subject, pattern, refused};
 
@@ -10,6 +10,8 @@ contract! {
     every:
         bytes_survive_any_size_and_offset,
         pageable_memory_works_both_ways,
+        many_pairs_arrive_as_single_ones_do,
+        untimed_events_tell_no_time,
         empty_copies_do_nothing,
         copies_that_do_not_fit_are_refused,
         what_belongs_to_another_device_is_refused,
@@ -61,6 +63,55 @@ fn pageable_memory_works_both_ways(on: &Subject) {
         on.finish(&stream).unwrap();
         assert!(on.host_bytes(&sink.all()) == pattern(7, bytes as usize), "{bytes} bytes");
     }
+}
+
+/// Rows of a slab in several registrations, evenly spaced and not, toward the device and back: whatever a backend makes
+/// of them, every byte arrives and no other changes.
+fn many_pairs_arrive_as_single_ones_do(on: &Subject) {
+    let [stream] = on.streams(["pairs"]);
+    let page = 1u64 << 16;
+    let layout = SlabLayout::with_piece_limit(&[page; 6], 2 * page).unwrap();
+    assert!(layout.pieces().len() > 2, "rows lie in several registrations");
+    let (slab, back) = (on.pin(layout.clone()).unwrap(), on.pin(layout).unwrap());
+    let (rows, device) = (6u64, on.upload(&vec![0xee; 6 * 4096]));
+    for row in 0..rows {
+        on.write(&pattern(row, page as usize), &slab.part(row as usize).unwrap()).unwrap();
+    }
+    // Offsets within each part: equal ones make evenly spaced rows, the last two break the run.
+    let at = |row: u64| if row < 4 { 512 } else { 512 * row };
+    let host = |slab: &Slab, row: u64| slab.part(row as usize).unwrap().slice(at(row), 1000).unwrap();
+    let on_device = |row: u64| device.region(row * 4096, 1000).unwrap();
+    on.spin(&stream, 5);
+    let there: Vec<_> = (0..rows).map(|row| (host(&slab, row), on_device(row))).collect();
+    let home: Vec<_> = (0..rows).map(|row| (on_device(row), host(&back, row))).collect();
+    on.copy_all(&stream, &there).unwrap();
+    on.copy_all(&stream, &home).unwrap();
+    on.copy_all(&stream, &[]).unwrap();
+    on.finish(&stream).unwrap();
+    let arrived = on.download(&device.all());
+    for row in 0..rows {
+        let (start, sent) = (row as usize * 4096, pattern(row, page as usize));
+        let sent = &sent[at(row) as usize..at(row) as usize + 1000];
+        assert!(&arrived[start..start + 1000] == sent, "row {row} on the device");
+        assert!(arrived[start + 1000..start + 4096].iter().all(|&byte| byte == 0xee), "behind row {row}");
+        let got = on.host_bytes(&back.part(row as usize).unwrap());
+        let mut want = vec![0; page as usize];
+        want[at(row) as usize..at(row) as usize + 1000].copy_from_slice(sent);
+        assert!(got == want, "row {row} on the host");
+    }
+    let short = (on_device(0), back.part(0).unwrap());
+    refused(on.copy_all(&stream, &[short]));
+}
+
+fn untimed_events_tell_no_time(on: &Subject) {
+    let [stream] = on.streams(["time"]);
+    let (plain, timed) = (on.event().unwrap(), on.timed_event().unwrap());
+    for event in [&plain, &timed] {
+        on.record(event, &stream).unwrap();
+    }
+    on.finish(&stream).unwrap();
+    refused(on.elapsed_ns(&plain, &timed));
+    assert!(on.elapsed_ns(&timed, &timed).is_ok());
 }
 
 fn empty_copies_do_nothing(on: &Subject) {

@@ -258,9 +258,9 @@ impl Pipeline {
             self.device().wait(&self.fetch, &stored)?;
         }
         slot.stage(&self.fetch, Stage::Fetch, |device, memory| {
-            from.iter().zip(to).try_for_each(|(from, &(offset, len))| {
-                Ok(device.copy(&self.fetch, from, &memory.slice(offset, len)?)?)
-            })
+            let in_slot = |&(offset, len): &(u64, u64)| memory.slice(offset, len);
+            let pairs = from.iter().zip(to).map(|(from, part)| Ok((from.clone(), in_slot(part)?)));
+            Ok(device.copy_all(&self.fetch, &pairs.collect::<Result<Vec<_>>>()?)?)
         })
     }
 
@@ -290,9 +290,9 @@ impl Pipeline {
             // Noted before the copies are submitted: those that are accepted must be found even when a later one is
             // refused. Not noted before the stage begins: its end is recorded from here on, and somebody will wait.
             *lock(&self.shared.slots[index].passage) = Some(passage);
-            from.iter()
-                .zip(to)
-                .try_for_each(|(&(offset, len), to)| Ok(device.copy(&self.store, &memory.slice(offset, len)?, to)?))
+            let in_slot = |&(offset, len): &(u64, u64)| memory.slice(offset, len);
+            let pairs = from.iter().zip(to).map(|(part, to)| Ok((in_slot(part)?, to.clone())));
+            Ok(device.copy_all(&self.store, &pairs.collect::<Result<Vec<_>>>()?)?)
         })
     }
 

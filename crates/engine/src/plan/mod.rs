@@ -22,6 +22,10 @@ pub const STATE_BYTES: u64 = 4;
 /// Parts of a slot that a parameter and a gradient on the host take, each with room for f32.
 pub const HOST_OPERANDS: u64 = 2;
 
+/// Arenas are kept below this where their tensors allow it: then the distance between the arenas of a bucket is one that
+/// a two-dimensional copy can take, and all kinds of a chunk travel as one copy.
+const ARENA_TARGET_BYTES: u64 = (1 << 31) - (1 << 16);
+
 /// What is kept for each element of a parameter, as f32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -157,6 +161,7 @@ impl StepPlan {
     /// Gives every tensor its home, in parameter order within its bucket.
     fn place_tensors(&mut self) -> Result<()> {
         let limit = self.options.arena_limit_bytes / STATE_BYTES;
+        let target = limit.min(ARENA_TARGET_BYTES / STATE_BYTES);
         for tensor in &self.tensors {
             if tensor.kinds.is_empty() {
                 let reason = "no kind of state is kept for it; leave it out".to_owned();
@@ -174,7 +179,7 @@ impl StepPlan {
             // The newest bucket of its kinds, unless it is full.
             let open = self.buckets.iter().rposition(|b| b.kinds == tensor.kinds && b.on_host == tensor.on_host);
             let bucket = open
-                .filter(|&b| self.buckets[b].elements.next_multiple_of(ALIGN_ELEMENTS) + tensor.elements <= limit)
+                .filter(|&b| self.buckets[b].elements.next_multiple_of(ALIGN_ELEMENTS) + tensor.elements <= target)
                 .unwrap_or_else(|| {
                     let (kinds, on_host) = (tensor.kinds.clone(), tensor.on_host);
                     self.buckets.push(Bucket { kinds, on_host, elements: 0, first_arena: 0 });

@@ -4,9 +4,12 @@ use std::sync::Arc;
 
 use forebay_device::{Region, SharedDevice, Slab};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::plan::{ALIGN_ELEMENTS, Chunk, HOST_OPERANDS, STATE_BYTES, Segment, StateKind, StepPlan};
 use crate::pool::{Lease, Pool};
+
+/// What every parameter has.
+const MOMENTS: [StateKind; 2] = [StateKind::ExpAvg, StateKind::ExpAvgSq];
 
 /// The state of all tensors of a plan.
 #[derive(Debug)]
@@ -26,6 +29,12 @@ impl HostState {
 
     /// Pins the arenas of a plan, zeroed.
     pub fn new(pool: &Pool, plan: Arc<StepPlan>) -> Result<Self> {
+        for (spec, kind) in plan.tensors().iter().flat_map(|spec| MOMENTS.map(|kind| (spec, kind))) {
+            if !spec.kinds.contains(&kind) {
+                let reason = format!("AdamW needs {kind:?}");
+                return Err(Error::PlanMismatch { tensor: spec.name.clone(), reason });
+            }
+        }
         let slab = pool.slab("optimizer state", &Self::part_bytes(&plan))?;
         Ok(Self { device: pool.device().clone(), plan, slab })
     }

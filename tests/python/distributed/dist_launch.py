@@ -1,0 +1,74 @@
+"""Starts the ranks of a group as processes, waits for them with a limit, and reads what they wrote down."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+WORKER = Path(__file__).with_name("dist_worker.py")
+LIMIT_S = 100.0
+GRACE_S = 25.0
+"""How long the others may go on after a rank died: longer than a collective waits."""
+
+
+@dataclass
+class Outcome:
+    """How the cases went, rank by rank."""
+
+    results: list[dict[str, dict[str, str | None]]]
+    logs: list[str]
+
+    def check(self, case: str) -> None:
+        """Raise with every rank's own words where a case did not pass on all ranks."""
+        problems = []
+        for rank, (results, log) in enumerate(zip(self.results, self.logs, strict=True)):
+            if case not in results:
+                problems.append(f"rank {rank} did not get to the end of this case; its output:\n{log}")
+            elif (error := results[case]["error"]) is not None:
+                problems.append(f"rank {rank}:\n{error}")
+        assert not problems, "\n".join(problems)
+
+
+def launch(kind: str, world: int, folder: Path) -> Outcome:
+    """Run all cases of a kind with this number of processes."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    logs = [folder / f"rank{rank}.log" for rank in range(world)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        with log.open("wb") as output:
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, WORKER, kind, str(world), str(rank), folder, str(LIMIT_S)],
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                )
+            )
+    _wait(ranks)
+    return Outcome(
+        [_read(folder / f"rank{rank}.json") for rank in range(world)],
+        [log.read_text(errors="replace")[-8000:] for log in logs],
+    )
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + LIMIT_S + 5
+    try:
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+            if any(rank.poll() not in (None, 0) for rank in ranks):
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+            time.sleep(0.05)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def _read(path: Path) -> dict[str, dict[str, str | None]]:
+    results: dict[str, dict[str, str | None]] = json.loads(path.read_text()) if path.exists() else {}
+    return results

@@ -1,0 +1,74 @@
+"""One rank of a group of processes: runs all cases in order and writes down how each went.
+
+Importing torch takes seconds, so one start serves many cases. Each case gets a process group of its own: when it fails
+on one rank only, that rank's connections close, which ends the collectives that the others may be waiting in, and the
+next case starts afresh. Ranks meet through files and talk over the loopback interface; no port is chosen.
+"""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from dist_registry import cases
+
+# What torch itself warns about, and we cannot avoid.
+EXPECTED_WARNINGS = ()
+
+
+def run(function: object, store: dist.Store, rank: int, world: int, backend: str) -> None:
+    """Run one case in a process group of its own."""
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=20)
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for message in EXPECTED_WARNINGS:
+                warnings.filterwarnings("ignore", message=message)
+            torch.manual_seed(0)
+            function()  # type: ignore[operator]
+            dist.barrier()
+    finally:
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def main(kind: str, world: int, rank: int, folder: Path, limit_s: float) -> None:
+    """Run every case of a kind as one of its ranks."""
+    faulthandler.dump_traceback_later(limit_s, exit=True)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    backend = "gloo"
+    if kind == "cuda":
+        torch.cuda.set_device(0)
+        backend = "cpu:gloo,cuda:nccl"
+    files = dist.FileStore(str(folder / "store"), world)
+    results: dict[str, dict[str, object]] = {}
+    for name, function in cases(kind, world).items():
+        start = time.perf_counter()
+        error = None
+        try:
+            run(function, dist.PrefixStore(name, files), rank, world, backend)
+        except Exception:
+            error = traceback.format_exc()
+        results[name] = {"error": error, "seconds": time.perf_counter() - start}
+        # After every case: what ran before a hang is still known.
+        partial = folder / f"rank{rank}.partial"
+        partial.write_text(json.dumps(results))
+        partial.replace(folder / f"rank{rank}.json")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]), float(sys.argv[5]))
