@@ -33,7 +33,9 @@ def load_nvrtc() -> ctypes.CDLL:
     major, minor = ctypes.c_int(), ctypes.c_int()
     nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     if (major.value, minor.value) != VERSION:
-        sys.exit(f"error: NVRTC {major.value}.{minor.value} found, the shipped PTX is made with {VERSION[0]}.{VERSION[1]}")
+        sys.exit(
+            f"error: NVRTC {major.value}.{minor.value} found, the shipped PTX is made with {VERSION[0]}.{VERSION[1]}"
+        )
     return nvrtc
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forebay._torch import local
+from forebay._torch import follow_weight, is_dtensor, local
 from forebay.errors import OptionError
 
 if TYPE_CHECKING:
@@ -58,13 +58,16 @@ def load(optimizer: AdamW, state_dict: dict[str, Any]) -> None:
             if kind in state:
                 copy_into(state[kind], view)
             elif kind == "master_param":
-                local(view).copy_(local(parameter).detach())
+                follow_weight(local(view), local(parameter).detach())
             else:
                 local(view).zero_()
     for parameter, views in dict.items(optimizer.state):
         if id(parameter) not in loaded:
             for kind, view in views.items():
-                local(view).copy_(local(parameter).detach()) if kind == "master_param" else local(view).zero_()
+                if kind == "master_param":
+                    follow_weight(local(view), local(parameter).detach())
+                else:
+                    local(view).zero_()
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 
@@ -92,6 +95,8 @@ def _check_loaded(
             )
         for position, (key, parameter) in enumerate(zip(saved["params"], group["params"], strict=True)):
             state = saved_state.get(key)
+            # DCP gives an empty dict for a kind that its flattened state dict does not have.
+            state = {kind: value for kind, value in (state or {}).items() if not isinstance(value, dict) or value}
             if not state:
                 continue
             name = optimizer._name(index, position)
@@ -100,14 +105,30 @@ def _check_loaded(
                     raise OptionError(f"{name} has state {kind!r} in the state dict, which is not AdamW's")
                 if kind == "step":
                     continue
-                if tuple(value.shape) != tuple(parameter.shape) and tuple(local(value).shape) != tuple(
-                    local(parameter).shape
-                ):
-                    raise OptionError(
-                        f"{name} has shape {tuple(parameter.shape)}, its {kind} in the state dict {tuple(value.shape)}"
-                    )
+                _check_layout(name, parameter, kind, value)
             pairs.append((parameter, state))
     return pairs
+
+
+def _check_layout(name: str, parameter: torch.Tensor, kind: str, value: Any) -> None:
+    """Refuse a tensor that is not the parameter's state: of another shape, or cut over the ranks in another way."""
+    same = local(value).shape == local(parameter).shape
+    if same and is_dtensor(value):
+        same = value.shape == parameter.shape and value.placements == getattr(parameter, "placements", value.placements)
+    if same:
+        return
+    if value.shape != parameter.shape:
+        raise OptionError(
+            f"{name} has shape {tuple(parameter.shape)}, its {kind} in the state dict {tuple(value.shape)}"
+        )
+    raise OptionError(
+        f"{name} is {_layout(parameter)} on this rank, its {kind} in the state dict {_layout(value)}; load it with "
+        "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
+    )
+
+
+def _layout(tensor: Any) -> str:
+    return f"{tensor.placements if is_dtensor(tensor) else 'unsharded'} with shape {tuple(local(tensor).shape)}"
 
 
 def _aside(value: Any, mine: set[int], destination: Any) -> Any:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Element types the kernels know, with their numbers."""
 
+PIECE_ELEMENTS = 4 << 20
+"""Elements handled at a time where a whole tensor would need a second copy."""
+
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a DTensor; costs nothing for ordinary tensors, and does not import torch.distributed."""
@@ -111,6 +114,20 @@ def state_like(parameter: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
             setattr(state, name, vars(parameter)[name])
     result: torch.Tensor = state
     return result
+
+
+def follow_weight(master: torch.Tensor, weight: torch.Tensor) -> None:
+    """Give every element of a master whose rounding is not the weight the weight's value.
+
+    Goes in pieces of a few MiB, so that neither side ever holds a second copy.
+    """
+    weight = weight if is_dense(weight) else weight.contiguous()
+    flat_master = torch.as_strided(master, (master.numel(),), (1,))
+    flat_weight = torch.as_strided(weight, (weight.numel(),), (1,))
+    for start in range(0, master.numel(), PIECE_ELEMENTS):
+        piece, now = flat_master[start : start + PIECE_ELEMENTS], flat_weight[start : start + PIECE_ELEMENTS]
+        here = piece.to(now.device)
+        piece.copy_(torch.where(here.to(now.dtype) != now, now.float(), here))
 
 
 def check_parameter(parameter: torch.Tensor, name: str) -> None:

@@ -18,6 +18,7 @@ from forebay._torch import (
     bump_versions,
     check_gradient,
     check_parameter,
+    follow_weight,
     host_tensor,
     is_dense,
     local,
@@ -116,6 +117,8 @@ class AdamW(torch.optim.Optimizer):
         self._step_s = 0.0
         self._grad_norm: torch.Tensor | None = None
         self._flat: Flat | None = None
+        # Parameters whose master is still zero: no step has made it from the weight yet.
+        self._fresh: dict[int, torch.Tensor] = {}
         self._created: tuple[int, list[bool]] | None = None
 
     # What torch's optimizers do, adapted to state that lives in arenas.
@@ -198,6 +201,9 @@ class AdamW(torch.optim.Optimizer):
         self._create(found.parameters)
         run = self._step_resident if self._options.placement == "resident" else self._step_streamed
         run(engine, compute, found, scale.data_ptr() if isinstance(scale, torch.Tensor) else 0)
+        if self._fresh:
+            for parameter in found.parameters:
+                self._fresh.pop(id(parameter), None)
         bump_versions(found.parameters)
         if found.inner is not found.parameters:
             bump_versions(found.inner)
@@ -307,7 +313,6 @@ class AdamW(torch.optim.Optimizer):
         """Create and pin the state of every parameter that can have a gradient, now instead of at the first step."""
         self._open()
         self._create([])
-        self.refresh_master_weights()
 
     def _open(self) -> tuple[_core.Engine, torch.device]:
         """Return the engine, opened at its first use and never in the constructor."""
@@ -422,6 +427,8 @@ class AdamW(torch.optim.Optimizer):
         for kind, value in earlier.items():
             if kind in views:
                 copy_into(value, views[kind])
+        if "master_param" in views and "master_param" not in earlier:
+            self._fresh[id(parameter)] = parameter
 
     # Reading state.
 
@@ -429,6 +436,13 @@ class AdamW(torch.optim.Optimizer):
         """Wait for the stores into a parameter's state, or for all of them."""
         if self._engine is None or self._closed:
             return
+        if self._fresh:
+            # A step makes a master from its weight by itself; whoever looks before the first one sees it too.
+            asked = list(self._fresh.values()) if parameter is None else [self._fresh.get(id(parameter))]
+            for fresh in asked:
+                if fresh is not None:
+                    del self._fresh[id(fresh)]
+                    follow_weight(local(dict.__getitem__(self.state, fresh)["master_param"]), local(fresh).detach())
         if parameter is None:
             self._engine.synchronize()
         elif (home := self._homes.get(id(parameter))) is not None and home[0] >= 0 and self._stores:
@@ -448,11 +462,8 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 master = dict.get(self.state, parameter, {}).get("master_param")
-                if master is None:
-                    continue
-                master, weight = local(master), local(parameter).detach().to(local(master).device)
-                stale = master.to(weight.dtype) != weight
-                master.copy_(torch.where(stale, weight.float(), master))
+                if master is not None:
+                    follow_weight(local(master), local(parameter).detach())
 
     @property
     def grad_norm(self) -> torch.Tensor | None:

@@ -77,7 +77,7 @@ def test_a_step_pre_hook_may_change_gradients(device: torch.device) -> None:
         parameters = make([(50,)], device=device)
         optimizer = forebay.AdamW(parameters, lr=0.1)
         if hooked:
-            optimizer.register_step_pre_hook(lambda *_, p=parameters: p[0].grad.mul_(0.25))
+            optimizer.register_step_pre_hook(lambda *_, p=parameters: (p[0].grad.mul_(0.25), None)[1])
         give_gradients(parameters, 0, scale=1.0 if hooked else 0.25)
         optimizer.step()
         ends.append(snapshot(optimizer, parameters))
@@ -129,7 +129,7 @@ def test_load_hooks_run_and_the_first_may_replace_the_dict(device: torch.device,
 
 def test_a_closure_runs_with_gradients_on_and_its_loss_is_returned(device: torch.device, placement: str) -> None:
     weight = torch.nn.Parameter(random((6,), 1).to(device))
-    optimizer = forebay.AdamW([weight], lr=0.1, placement=placement)
+    optimizer = forebay.AdamW([weight], lr=1e-2, placement=placement)
     losses = []
 
     def closure() -> torch.Tensor:
