@@ -1,12 +1,18 @@
-"""The parameters of a step as lists: which have a gradient, where they lie, what they are."""
+"""The parameters of a step as lists: which have a gradient, where they lie, what they are.
+
+This runs in every step for every parameter. Whole lists are gone through at a time, with as few looks at each tensor as
+possible, and what cannot have changed since the last step is not looked at again.
+"""
 
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 
-from forebay._torch import DTYPES, addresses, dense_like, is_dense, local, locals_of
+from forebay._torch import DTYPES, addresses, dense_strides, in_order, local, locals_of
 
 
 class Store:
@@ -15,6 +21,10 @@ class Store:
     def __init__(self, parameters: list[torch.Tensor]) -> None:
         self.parameters = parameters
         self.dtypes = [DTYPES[local(parameter).dtype] for parameter in parameters]
+        self.elements = [local(parameter).numel() for parameter in parameters]
+        # The order of the state's memory, into which parameters and gradients are brought where theirs is another.
+        self.strides = [dense_strides(local(parameter)) for parameter in parameters]
+        self.contiguous = all(local(parameter).is_contiguous() for parameter in parameters)
 
     def lists(self) -> dict[str, list[int]]:
         """Return the numbers of a step in which no parameter has a gradient."""
@@ -28,6 +38,32 @@ class Store:
         }
 
 
+def _same(known: list[torch.Tensor], now: list[torch.Tensor]) -> bool:
+    return len(known) == len(now) and all(map(operator.is_, known, now))
+
+
+@dataclass
+class Properties:
+    """What parameters at given addresses are."""
+
+    param: list[int]
+    dtypes: list[int]
+    devices: list[int]
+    elements: list[int]
+    contiguous: bool
+
+    @classmethod
+    def of(cls, tensors: list[torch.Tensor], param: list[int]) -> Properties:
+        """Look at every tensor."""
+        return cls(
+            param=param,
+            dtypes=[DTYPES[tensor.dtype] for tensor in tensors],
+            devices=list(map(torch.Tensor.get_device, tensors)),
+            elements=list(map(torch.Tensor.numel, tensors)),
+            contiguous=all(map(torch.Tensor.is_contiguous, tensors)),
+        )
+
+
 class Flat:
     """All parameters of all groups, each once."""
 
@@ -36,6 +72,12 @@ class Flat:
         self.parameters: list[torch.Tensor] = []
         self.groups: list[int] = []
         self.positions: list[int] = []
+        # As they were when all of them were last looked at.
+        self.properties: Properties | None = None
+        # Whether each group had amsgrad when state was last created for all of them; None before.
+        self.created: list[bool] | None = None
+        # The one store that has just these parameters in this order, if there is one.
+        self.store: Store | None = None
         seen: set[int] = set()
         for group, parameters in enumerate(lists):
             for position, parameter in enumerate(parameters):
@@ -45,43 +87,92 @@ class Flat:
                     self.groups.append(group)
                     self.positions.append(position)
 
+    def settle(self, kinds: list[bool], stores: list[Store]) -> None:
+        """Note that every parameter that can have a gradient has state."""
+        self.created = kinds
+        self.store = stores[0] if len(stores) == 1 and _same(stores[0].parameters, self.parameters) else None
 
-def same_list(known: list[torch.Tensor], now: list[torch.Tensor]) -> bool:
-    """Whether two lists hold the very same tensors."""
-    return len(known) == len(now) and all(map(operator.is_, known, now))
+    def is_still(self, lists: list[list[torch.Tensor]]) -> bool:
+        """Whether these lists hold the very same tensors; groups may be edited behind our back."""
+        return len(self.lists) == len(lists) and all(map(_same, self.lists, lists))
 
 
 class Found:
-    """The parameters of one step, their gradients, and the memory that the kernels work on."""
+    """The parameters of one step that have a gradient, and the memory that the kernels work on."""
 
-    def __init__(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor], groups: list[int]) -> None:
-        self.parameters = parameters
-        self.gradients = gradients
-        self.groups = groups
-        self.inner = locals_of(parameters)
-        self.inner_gradients = locals_of(gradients)
+    def __init__(self, flat: Flat) -> None:
+        gradients = [parameter.grad for parameter in flat.parameters]
+        self.flat = flat
+        self.parameters, self.groups, self.positions = flat.parameters, flat.groups, flat.positions
+        self.whole = not any(map(operator.is_, gradients, repeat(None)))
+        if not self.whole:
+            kept = [i for i, gradient in enumerate(gradients) if gradient is not None]
+            self.parameters = [flat.parameters[i] for i in kept]
+            self.groups, self.positions = [flat.groups[i] for i in kept], [flat.positions[i] for i in kept]
+        self.gradients = [gradient for gradient in gradients if gradient is not None]
+        self.inner = locals_of(self.parameters)
+        self.inner_gradients = locals_of(self.gradients)
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.param: list[int] = []
+        self.grad: list[int] = []
+        self.grad_dtype: list[int] = []
+        self.properties: Properties | None = None
+        self.contiguous = False
 
-    def make_dense(self) -> None:
-        """Replace what is not dense, or ordered otherwise than its parameter, by copies; keep what to copy back."""
-        if not all(map(torch.Tensor.is_contiguous, self.inner)):
-            self.inner = list(self.inner)
-            for i, tensor in enumerate(self.inner):
-                if not is_dense(tensor):
-                    self.inner[i] = tensor.contiguous()
-                    self.copies.append((tensor, self.inner[i]))
-        strides = list(map(torch.Tensor.stride, self.inner))
-        if strides != list(map(torch.Tensor.stride, self.inner_gradients)):
-            self.inner_gradients = [
-                dense_like(gradient, tensor) for gradient, tensor in zip(self.inner_gradients, self.inner, strict=True)
-            ]
+    def read(self, compute: int) -> bool:
+        """Take addresses and types. Returns whether the engine can work on all of them.
+
+        Parameters
+        ----------
+        compute
+            The device to compute on, as ``get_device`` numbers them; -1 for the CPU.
+        """
+        try:
+            self.param = addresses(self.inner)
+            self.grad = addresses(self.inner_gradients)
+            self.grad_dtype = [DTYPES[gradient.dtype] for gradient in self.inner_gradients]
+            self.properties = self._properties()
+        except (KeyError, RuntimeError):
+            # A type that the kernels do not know, or a tensor that is not one stretch of memory.
+            return False
+        properties = self.properties
+        if not set(properties.devices) <= {compute, -1}:
+            return False
+        if list(map(torch.Tensor.get_device, self.inner_gradients)) != properties.devices:
+            return False
+        if list(map(torch.Tensor.numel, self.inner_gradients)) != properties.elements:
+            return False
+        self.contiguous = properties.contiguous and all(map(torch.Tensor.is_contiguous, self.inner_gradients))
+        return True
+
+    def _properties(self) -> Properties:
+        # A tensor at the same address as in the last step is the same tensor: nothing else can be there.
+        known = self.flat.properties
+        if self.whole and known is not None and known.param == self.param:
+            return known
+        properties = Properties.of(self.inner, self.param)
+        if self.whole:
+            self.flat.properties = properties
+        return properties
+
+    def put_in_order(self, strides: list[tuple[int, ...]]) -> None:
+        """Replace what is ordered otherwise than its state by copies, and keep which parameters to copy back."""
+        self.inner, self.inner_gradients = list(self.inner), list(self.inner_gradients)
+        for i, order in enumerate(strides):
+            ordered = in_order(self.inner[i], order)
+            if ordered is not self.inner[i]:
+                self.copies.append((self.inner[i], ordered))
+                self.inner[i] = ordered
+            self.inner_gradients[i] = in_order(self.inner_gradients[i], order)
+        self.param, self.grad = addresses(self.inner), addresses(self.inner_gradients)
 
     def numbers(self) -> dict[str, list[int]]:
         """Return addresses and types as the engine takes them."""
+        assert self.properties is not None
         return {
-            "param": addresses(self.inner),
-            "param_dtype": [DTYPES[tensor.dtype] for tensor in self.inner],
-            "grad": addresses(self.inner_gradients),
-            "grad_dtype": [DTYPES[tensor.dtype] for tensor in self.inner_gradients],
+            "param": self.param,
+            "param_dtype": self.properties.dtypes,
+            "grad": self.grad,
+            "grad_dtype": self.grad_dtype,
             "group": self.groups,
         }

@@ -54,9 +54,16 @@ def address(tensor: torch.Tensor) -> int:
 
 
 def addresses(tensors: list[torch.Tensor]) -> list[int]:
-    """Return ``address`` of each."""
+    """Return ``address`` of each, and refuse a tensor whose memory was taken away."""
     found = list(map(torch.Tensor.data_ptr, tensors))
-    return found if all(found) else [pointer or 1 for pointer in found]
+    if all(found):
+        return found
+    for pointer, tensor in zip(found, tensors, strict=True):
+        if not pointer and tensor.numel():
+            raise OptionError(
+                f"a parameter or gradient has no memory; give it back before the step: {tuple(tensor.shape)}"
+            )
+    return [pointer or 1 for pointer in found]
 
 
 def stream_handle(device: torch.device) -> int:
@@ -64,15 +71,24 @@ def stream_handle(device: torch.device) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of state for a tensor: its own, or the contiguous ones where it is not dense."""
+    return tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
+
+
+def in_order(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor with the same values and these strides, itself where it has them already."""
+    if tensor.stride() == strides or tensor.numel() <= 1:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 def dense_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the same values whose memory is in the same order as ``like``, itself where it is already.
 
     Where ``like`` is not dense, the order is the contiguous one.
     """
-    strides = like.stride() if is_dense(like) else torch.empty(like.shape, device="meta").stride()
-    if tensor.stride() == strides or tensor.numel() <= 1:
-        return tensor
-    return torch.empty_strided(like.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return in_order(tensor, dense_strides(like))
 
 
 def host_tensor(view: HostView, like: torch.Tensor) -> torch.Tensor:
@@ -88,8 +104,7 @@ def host_tensor(view: HostView, like: torch.Tensor) -> torch.Tensor:
     if like.numel() == 0:
         return torch.empty_strided(like.shape, like.stride(), dtype=torch.float32)
     flat = torch.frombuffer(view, dtype=torch.float32)
-    strides = like.stride() if is_dense(like) else torch.empty(like.shape, device="meta").stride()
-    return torch.as_strided(flat, like.shape, strides)
+    return torch.as_strided(flat, like.shape, dense_strides(like))
 
 
 def state_like(parameter: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
@@ -121,7 +136,7 @@ def follow_weight(master: torch.Tensor, weight: torch.Tensor) -> None:
 
     Goes in pieces of a few MiB, so that neither side ever holds a second copy.
     """
-    weight = weight if is_dense(weight) else weight.contiguous()
+    weight = in_order(weight, master.stride())
     flat_master = torch.as_strided(master, (master.numel(),), (1,))
     flat_weight = torch.as_strided(weight, (weight.numel(),), (1,))
     for start in range(0, master.numel(), PIECE_ELEMENTS):
@@ -140,6 +155,8 @@ def check_parameter(parameter: torch.Tensor, name: str) -> None:
         raise OptionError(f"{name} has dtype {inner.dtype}; forebay.AdamW takes {known}")
     if inner.device.type not in ("cuda", "cpu"):
         raise OptionError(f"{name} is on {inner.device}; forebay.AdamW takes parameters on cuda and cpu")
+    if torch._debug_has_internal_overlap(inner) == 1:
+        raise OptionError(f"{name} has elements that share memory, as expand makes them; make it contiguous")
 
 
 def check_gradient(parameter: torch.Tensor, gradient: torch.Tensor, name: str) -> None:

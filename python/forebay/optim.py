@@ -9,11 +9,10 @@ import torch
 
 from forebay import _core
 from forebay._arguments import Options, check_options
-from forebay._gather import Flat, Found, Store, same_list
+from forebay._gather import Flat, Found, Store
 from forebay._loading import KINDS, copy_into, load
 from forebay._state import State
 from forebay._torch import (
-    DTYPES,
     address,
     bump_versions,
     check_gradient,
@@ -119,7 +118,6 @@ class AdamW(torch.optim.Optimizer):
         self._flat: Flat | None = None
         # Parameters whose master is still zero: no step has made it from the weight yet.
         self._fresh: dict[int, torch.Tensor] = {}
-        self._created: tuple[int, list[bool]] | None = None
 
     # What torch's optimizers do, adapted to state that lives in arenas.
 
@@ -212,53 +210,31 @@ class AdamW(torch.optim.Optimizer):
         self._step_s = time.perf_counter() - start
         return loss
 
-    def _flatten(self) -> tuple[list[torch.Tensor], list[int], list[int]]:
-        """Return all parameters, each once, with the numbers of their groups and their places in them."""
-        lists = [group["params"] for group in self.param_groups]
-        known = self._flat
-        # Groups may be edited behind our back, so what was flattened before is compared element by element.
-        if known is None or len(known.lists) != len(lists) or not all(map(same_list, known.lists, lists)):
-            known = Flat([list(parameters) for parameters in lists])
-            self._flat = known
-        return known.parameters, known.groups, known.positions
-
     def _collect(self, compute: torch.device) -> Found:
-        """Return the parameters that have a gradient, checked before anything is changed.
-
-        This runs in every step for every parameter: whole lists are gone through at a time, which costs a tenth of a
-        loop with the same checks in it.
-        """
+        """Return the parameters that have a gradient, checked before anything is changed."""
         for group in self.param_groups:
             self._check_group(group)
-        parameters, groups, positions = self._flatten()
-        gradients = [parameter.grad for parameter in parameters]
-        if any(gradient is None for gradient in gradients):
-            kept = [i for i, gradient in enumerate(gradients) if gradient is not None]
-            parameters, gradients = [parameters[i] for i in kept], [gradients[i] for i in kept]
-            groups, positions = [groups[i] for i in kept], [positions[i] for i in kept]
-        found = Found(parameters, [g for g in gradients if g is not None], groups)
-
-        strided, known = {torch.strided}, DTYPES.keys()
-        inner, inner_gradients = found.inner, found.inner_gradients
-        fine = (
-            {gradient.layout for gradient in inner_gradients} <= strided
-            and {gradient.dtype for gradient in inner_gradients} <= known
-            and {parameter.dtype for parameter in inner} <= known
-            and [gradient.device for gradient in inner_gradients] == [parameter.device for parameter in inner]
-            and {parameter.device for parameter in inner} <= {compute, torch.device("cpu")}
-        )
-        if not fine:
-            for parameter, gradient, number, position in zip(inner, inner_gradients, groups, positions, strict=True):
-                name = self._name(number, position)
-                check_parameter(parameter, name)
-                check_gradient(parameter, gradient, name)
-                if parameter.device != compute and parameter.device.type != "cpu":
-                    raise OptionError(
-                        f"{name} is on {parameter.device}, this optimizer computes on {compute}; make the optimizer "
-                        "after moving the model, or use one optimizer for each device"
-                    )
-        found.make_dense()
+        lists = [group["params"] for group in self.param_groups]
+        if self._flat is None or not self._flat.is_still(lists):
+            self._flat = Flat([list(parameters) for parameters in lists])
+        found = Found(self._flat)
+        if not found.read(-1 if compute.type == "cpu" else compute.index):
+            self._explain(found, compute)
         return found
+
+    def _explain(self, found: Found, compute: torch.device) -> None:
+        """Say which parameter or gradient the engine cannot work on."""
+        rows = zip(found.inner, found.inner_gradients, found.groups, found.positions, strict=True)
+        for parameter, gradient, group, position in rows:
+            name = self._name(group, position)
+            check_parameter(parameter, name)
+            check_gradient(parameter, gradient, name)
+            if parameter.device != compute and parameter.device.type != "cpu":
+                raise OptionError(
+                    f"{name} is on {parameter.device}, this optimizer computes on {compute}; make the optimizer "
+                    "after moving the model, or use one optimizer for each device"
+                )
+        raise OptionError("parameters and gradients do not fit together")
 
     def _clip(self, gradients: list[torch.Tensor], compute: torch.device) -> torch.Tensor | bool | None:
         """Return the coefficient on the device; None without clipping, False to leave everything as it is."""
@@ -286,19 +262,36 @@ class AdamW(torch.optim.Optimizer):
         ]
 
     def _step_streamed(self, engine: _core.Engine, compute: torch.device, found: Found, scale: int) -> None:
-        lists = [store.lists() for store in self._stores]
-        homes = [self._homes[id(parameter)] for parameter in found.parameters]
-        if len(lists) == 1 and [index for _, index in homes] == list(range(len(self._stores[0].parameters))):
-            lists[0] |= found.numbers()
+        assert found.properties is not None
+        store = found.flat.store if found.whole else None
+        homes = [] if store is not None else [self._homes[id(parameter)] for parameter in found.parameters]
+        if store is not None:
+            planned = store.elements
         else:
+            planned = [self._stores[number].elements[index] for number, index in homes]
+        if found.properties.elements != planned:
+            pairs = enumerate(zip(found.properties.elements, planned, strict=True))
+            at, (now, then) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
+            raise OptionError(
+                f"{self._name(found.groups[at], found.positions[at])} has {now} elements, its state {then}; "
+                "make a new optimizer after changing a parameter's shape"
+            )
+        if store is not None:
+            if not (store.contiguous and found.contiguous):
+                found.put_in_order(store.strides)
+            lists = [found.numbers()]
+        else:
+            found.put_in_order([self._stores[number].strides[index] for number, index in homes])
+            lists = [known.lists() for known in self._stores]
             numbers = found.numbers()
-            for position, (store, index) in enumerate(homes):
+            for position, (number, index) in enumerate(homes):
                 for key, values in numbers.items():
-                    lists[store][key][index] = values[position]
+                    lists[number][key][index] = values[position]
         engine.step(lists, self._groups(), stream_handle(compute), scale)
 
     def _step_resident(self, engine: _core.Engine, compute: torch.device, found: Found, scale: int) -> None:
         states = [self.state[parameter] for parameter in found.parameters]
+        found.put_in_order([local(state["exp_avg"]).stride() for state in states])
         addresses = [[address(local(state[kind])) if kind in state else 0 for kind in KINDS] for state in states]
         steps = [int(state["step"].item()) + 1 for state in states]
         elements = [tensor.numel() for tensor in found.inner]
@@ -347,8 +340,9 @@ class AdamW(torch.optim.Optimizer):
     def _create(self, found: list[torch.Tensor]) -> None:
         """Create state for all parameters that can have a gradient and have none yet."""
         kinds = [bool(group["amsgrad"]) for group in self.param_groups]
-        done = self._created == (id(self._flat), kinds)
-        if done and self._flat is not None and self._homes.keys() >= set(map(id, found)):
+        flat = self._flat
+        known = flat is not None and flat.created == kinds and found is flat.parameters
+        if known or (flat is not None and flat.created == kinds and self._homes.keys() >= set(map(id, found))):
             return
         wanted = {id(parameter) for parameter in found}
         new: list[torch.Tensor] = []
@@ -369,17 +363,16 @@ class AdamW(torch.optim.Optimizer):
                     and "max_exp_avg_sq" not in dict.get(self.state, parameter, {})
                 ):
                     raise OptionError(f"amsgrad was switched on for group {index} after its state was created")
-        self._created = (id(self._flat), kinds)
-        if not new:
-            return
         try:
             create = self._create_resident if self._options.placement == "resident" else self._create_streamed
-            create(new, names, amsgrad)
+            if new:
+                create(new, names, amsgrad)
         except BaseException:
-            self._created = None
             for parameter in new:
                 self._homes.pop(id(parameter), None)
             raise
+        if flat is not None:
+            flat.settle(kinds, self._stores)
 
     def _create_streamed(self, new: list[torch.Tensor], names: list[str], amsgrad: list[bool]) -> None:
         engine, compute = self._open()
