@@ -97,15 +97,16 @@ ptx: $(DEPS) ## write crates/device/src/cuda/kernels.ptx from kernels.cu
 	$(PY) scripts/make_ptx.py
 
 .PHONY: demo
-demo: setup out/ ## run the streamed step on the GPU, or on the CPU where there is none
+demo: setup out/ ## train a small model with torch's AdamW and with forebay's, then time the streamed step
 	cargo build --locked --release --package forebay-cli
-	$(call heading,Demo)
-	$(TARGET)/release/forebay bench step --json out/demo.json
+	$(call heading,Demo: a language model)
+	$(PY) scripts/demo.py --out out
+	$(call heading,Demo: the streamed step)
+	$(TARGET)/release/forebay bench step --json out/demo_step.json
 
 .PHONY: bench
-bench: out/ ## the same measurement with options of your own: make bench ARGS="..."
-	cargo build --locked --release --package forebay-cli
-	$(TARGET)/release/forebay bench step --json out/bench.json $(ARGS)
+bench: setup out/ ## the step against its peers, on the GPU or small on the CPU; options of your own: make bench ARGS="..."
+	$(PY) bench/step.py --json out/bench.json $(ARGS)
 
 out/:
 	mkdir -p $@

@@ -149,6 +149,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     quick = options.quick or device == "cpu"
     # Measuring the CPU backend's wire takes longer than all else, and nobody waits for it there.
     measures_wire = options.wire_gbps is None and not quick
+    progress.total = len(options.rows) + (5 if measures_wire else 3)
     spec = {
         "device": device,
         "quick": quick,

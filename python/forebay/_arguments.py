@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -37,6 +38,14 @@ def _whole(name: str, value: object, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise OptionError(f"invalid {name}: {value!r}; give a whole number of at least {least}")
     return value
+
+
+def check_numbers(**numbers: Any) -> dict[str, Any]:
+    """Let torch's own class check the numbers of a group; return the keys that a group has in this version of torch."""
+    try:
+        return dict(torch.optim.AdamW([torch.zeros(1)], **numbers).defaults)
+    except ValueError as error:
+        raise OptionError(str(error)) from error
 
 
 def check_options(

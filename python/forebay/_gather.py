@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import chain, repeat
 
 import torch
 
-from forebay._torch import DTYPES, addresses, dense_strides, in_order, local, locals_of
+from forebay._torch import DTYPES, addresses, check_overlap, dense_strides, in_order, local, locals_of
 
 
 class Store:
@@ -21,7 +21,9 @@ class Store:
     def __init__(self, parameters: list[torch.Tensor]) -> None:
         self.parameters = parameters
         self.dtypes = [DTYPES[local(parameter).dtype] for parameter in parameters]
-        self.elements = [local(parameter).numel() for parameter in parameters]
+        # What the engine relies on from here on: a parameter that moves or changes its shape is refused.
+        self.devices = [local(parameter).get_device() for parameter in parameters]
+        self.shapes = [local(parameter).shape for parameter in parameters]
         # The order of the state's memory, into which parameters and gradients are brought where theirs is another.
         self.strides = [dense_strides(local(parameter)) for parameter in parameters]
         self.contiguous = all(local(parameter).is_contiguous() for parameter in parameters)
@@ -47,20 +49,20 @@ class Properties:
     """What parameters at given addresses are."""
 
     param: list[int]
-    dtypes: list[int]
     devices: list[int]
+    shapes: list[torch.Size]
     elements: list[int]
-    contiguous: bool
+    # The store that they were found to fit.
+    fits: Store | None = None
 
     @classmethod
     def of(cls, tensors: list[torch.Tensor], param: list[int]) -> Properties:
         """Look at every tensor."""
         return cls(
             param=param,
-            dtypes=[DTYPES[tensor.dtype] for tensor in tensors],
             devices=list(map(torch.Tensor.get_device, tensors)),
+            shapes=list(map(torch.Tensor.size, tensors)),
             elements=list(map(torch.Tensor.numel, tensors)),
-            contiguous=all(map(torch.Tensor.is_contiguous, tensors)),
         )
 
 
@@ -76,6 +78,8 @@ class Flat:
         self.properties: Properties | None = None
         # Whether each group had amsgrad when state was last created for all of them; None before.
         self.created: list[bool] | None = None
+        # Whether every one of them has state.
+        self.complete = False
         # The one store that has just these parameters in this order, if there is one.
         self.store: Store | None = None
         seen: set[int] = set()
@@ -87,9 +91,10 @@ class Flat:
                     self.groups.append(group)
                     self.positions.append(position)
 
-    def settle(self, kinds: list[bool], stores: list[Store]) -> None:
+    def settle(self, kinds: list[bool], stores: list[Store], homes: dict[int, tuple[int, int]]) -> None:
         """Note that every parameter that can have a gradient has state."""
         self.created = kinds
+        self.complete = all(id(parameter) in homes for parameter in self.parameters)
         self.store = stores[0] if len(stores) == 1 and _same(stores[0].parameters, self.parameters) else None
 
     def is_still(self, lists: list[list[torch.Tensor]]) -> bool:
@@ -114,6 +119,7 @@ class Found:
         self.inner_gradients = locals_of(self.gradients)
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.param: list[int] = []
+        self.param_dtype: list[int] = []
         self.grad: list[int] = []
         self.grad_dtype: list[int] = []
         self.properties: Properties | None = None
@@ -130,6 +136,7 @@ class Found:
         try:
             self.param = addresses(self.inner)
             self.grad = addresses(self.inner_gradients)
+            self.param_dtype = [DTYPES[parameter.dtype] for parameter in self.inner]
             self.grad_dtype = [DTYPES[gradient.dtype] for gradient in self.inner_gradients]
             self.properties = self._properties()
         except (KeyError, RuntimeError):
@@ -142,11 +149,12 @@ class Found:
             return False
         if list(map(torch.Tensor.numel, self.inner_gradients)) != properties.elements:
             return False
-        self.contiguous = properties.contiguous and all(map(torch.Tensor.is_contiguous, self.inner_gradients))
+        both = chain(self.inner, self.inner_gradients)
+        self.contiguous = all(map(torch.Tensor.is_contiguous, both))
         return True
 
     def _properties(self) -> Properties:
-        # A tensor at the same address as in the last step is the same tensor: nothing else can be there.
+        # Memory at the same address as in the last step is the same memory; its type and order may be others.
         known = self.flat.properties
         if self.whole and known is not None and known.param == self.param:
             return known
@@ -161,6 +169,7 @@ class Found:
         for i, order in enumerate(strides):
             ordered = in_order(self.inner[i], order)
             if ordered is not self.inner[i]:
+                check_overlap(self.inner[i], f"a parameter of shape {tuple(self.inner[i].shape)}")
                 self.copies.append((self.inner[i], ordered))
                 self.inner[i] = ordered
             self.inner_gradients[i] = in_order(self.inner_gradients[i], order)
@@ -168,10 +177,9 @@ class Found:
 
     def numbers(self) -> dict[str, list[int]]:
         """Return addresses and types as the engine takes them."""
-        assert self.properties is not None
         return {
             "param": self.param,
-            "param_dtype": self.properties.dtypes,
+            "param_dtype": self.param_dtype,
             "grad": self.grad,
             "grad_dtype": self.grad_dtype,
             "group": self.groups,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forebay._torch import follow_weight, is_dtensor, local
+from forebay._torch import is_dtensor, local
 from forebay.errors import OptionError
 
 if TYPE_CHECKING:
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
 """What may be kept for a parameter, besides ``step``."""
+
+OWN = ("params", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
+"""What a group keeps when it is loaded: its parameters, and how to compute rather than what."""
 
 
 @torch.no_grad()
@@ -30,12 +33,18 @@ def load(optimizer: AdamW, state_dict: dict[str, Any]) -> None:
             state_dict = changed
     saved_groups = deepcopy(state_dict["param_groups"])
     by_parameter = _check_loaded(optimizer, saved_groups, state_dict["state"])
+    groups = [_merge_group(group, saved) for group, saved in zip(optimizer.param_groups, saved_groups, strict=True)]
+    for group in groups:
+        optimizer._check_group(group)
+    optimizer._check_kinds(groups)
     optimizer._open()
     optimizer._settle(None)
-    optimizer.param_groups = [
-        _merge_group(group, saved) for group, saved in zip(optimizer.param_groups, saved_groups, strict=True)
-    ]
-    optimizer._create([parameter for parameter, _ in by_parameter])
+    earlier, optimizer.param_groups = optimizer.param_groups, groups
+    try:
+        optimizer._create([parameter for parameter, _ in by_parameter])
+    except BaseException:
+        optimizer.param_groups = earlier
+        raise
     mine = {
         local(value).untyped_storage().data_ptr() for state in dict.values(optimizer.state) for value in state.values()
     }
@@ -53,31 +62,16 @@ def load(optimizer: AdamW, state_dict: dict[str, Any]) -> None:
     ]
     for parameter, state in sources:
         loaded.add(id(parameter))
-        views = dict.__getitem__(optimizer.state, parameter)
-        for kind, view in views.items():
-            if kind in state:
-                copy_into(state[kind], view)
-            elif kind == "master_param":
-                follow_weight(local(view), local(parameter).detach())
-            else:
-                local(view).zero_()
-    for parameter, views in dict.items(optimizer.state):
+        optimizer._fill(parameter, state)
+    for parameter in dict.keys(optimizer.state):
         if id(parameter) not in loaded:
-            for kind, view in views.items():
-                if kind == "master_param":
-                    follow_weight(local(view), local(parameter).detach())
-                else:
-                    local(view).zero_()
+            optimizer._fill(parameter, {})
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 
 
 def _merge_group(group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    merged = {key: saved.get(key, value) for key, value in group.items()}
-    merged["params"] = group["params"]
-    if "param_names" in saved and "param_names" not in group:
-        merged["param_names"] = saved["param_names"]
-    return merged
+    return {**group, **saved, **{key: group[key] for key in OWN if key in group}}
 
 
 def _check_loaded(

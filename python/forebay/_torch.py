@@ -58,11 +58,8 @@ def addresses(tensors: list[torch.Tensor]) -> list[int]:
     found = list(map(torch.Tensor.data_ptr, tensors))
     if all(found):
         return found
-    for pointer, tensor in zip(found, tensors, strict=True):
-        if not pointer and tensor.numel():
-            raise OptionError(
-                f"a parameter or gradient has no memory; give it back before the step: {tuple(tensor.shape)}"
-            )
+    for tensor in tensors:
+        check_memory(tensor, "a parameter or gradient")
     return [pointer or 1 for pointer in found]
 
 
@@ -155,8 +152,19 @@ def check_parameter(parameter: torch.Tensor, name: str) -> None:
         raise OptionError(f"{name} has dtype {inner.dtype}; forebay.AdamW takes {known}")
     if inner.device.type not in ("cuda", "cpu"):
         raise OptionError(f"{name} is on {inner.device}; forebay.AdamW takes parameters on cuda and cpu")
-    if torch._debug_has_internal_overlap(inner) == 1:
+    check_overlap(inner, name)
+
+
+def check_overlap(tensor: torch.Tensor, name: str) -> None:
+    """Refuse a tensor that cannot be written element by element."""
+    if torch._debug_has_internal_overlap(tensor) == 1:
         raise OptionError(f"{name} has elements that share memory, as expand makes them; make it contiguous")
+
+
+def check_memory(tensor: torch.Tensor, name: str) -> None:
+    """Refuse a tensor whose memory was taken away."""
+    if tensor.numel() and not tensor.data_ptr():
+        raise OptionError(f"{name} has no memory; give it back before the step")
 
 
 def check_gradient(parameter: torch.Tensor, gradient: torch.Tensor, name: str) -> None:
@@ -171,6 +179,10 @@ def check_gradient(parameter: torch.Tensor, gradient: torch.Tensor, name: str) -
         raise OptionError(f"{name} has a gradient of dtype {gradient.dtype}; forebay.AdamW takes {known}")
     if gradient.device != parameter.device:
         raise OptionError(f"{name} is on {parameter.device} and its gradient on {gradient.device}; move one of them")
+    if gradient.shape != parameter.shape:
+        raise OptionError(f"{name} has shape {tuple(parameter.shape)}, its gradient {tuple(gradient.shape)}")
+    check_memory(parameter, name)
+    check_memory(gradient, f"the gradient of {name}")
 
 
 def bump_versions(tensors: list[torch.Tensor]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forebay import _core
-from forebay._arguments import Options, check_options
+from forebay._arguments import Options, check_numbers, check_options
 from forebay._gather import Flat, Found, Store
 from forebay._loading import KINDS, copy_into, load
 from forebay._state import State
@@ -17,9 +17,9 @@ from forebay._torch import (
     bump_versions,
     check_gradient,
     check_parameter,
+    dense_strides,
     follow_weight,
     host_tensor,
-    is_dense,
     local,
     state_like,
     stream_handle,
@@ -97,14 +97,13 @@ class AdamW(torch.optim.Optimizer):
             pinned_budget_bytes=pinned_budget_bytes,
             device=device,
         )
-        # torch's own class checks the numbers and knows which keys a group has in this version of torch.
-        try:
-            model = torch.optim.AdamW([torch.zeros(1)], lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
-        except ValueError as error:
-            raise OptionError(str(error)) from error
+        defaults = check_numbers(
+            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize
+        )
         self._set_up(options)
-        super().__init__(params, dict(model.defaults))
+        super().__init__(params, defaults)
         self.state = State(self._settle)
+        self._choose_device()
 
     def _set_up(self, options: Options) -> None:
         self._options = options
@@ -129,6 +128,8 @@ class AdamW(torch.optim.Optimizer):
             for position, parameter in enumerate(self.param_groups[index]["params"]):
                 check_parameter(parameter, self._name(index, position))
             self._check_group(self.param_groups[index])
+            numbers = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
+            check_numbers(**{key: self.param_groups[index][key] for key in numbers})
         except OptionError:
             self.param_groups.pop()
             raise
@@ -214,13 +215,16 @@ class AdamW(torch.optim.Optimizer):
         """Return the parameters that have a gradient, checked before anything is changed."""
         for group in self.param_groups:
             self._check_group(group)
-        lists = [group["params"] for group in self.param_groups]
-        if self._flat is None or not self._flat.is_still(lists):
-            self._flat = Flat([list(parameters) for parameters in lists])
-        found = Found(self._flat)
+        found = Found(self._flatten())
         if not found.read(-1 if compute.type == "cpu" else compute.index):
             self._explain(found, compute)
         return found
+
+    def _flatten(self) -> Flat:
+        lists = [group["params"] for group in self.param_groups]
+        if self._flat is None or not self._flat.is_still(lists):
+            self._flat = Flat([list(parameters) for parameters in lists])
+        return self._flat
 
     def _explain(self, found: Found, compute: torch.device) -> None:
         """Say which parameter or gradient the engine cannot work on."""
@@ -266,21 +270,18 @@ class AdamW(torch.optim.Optimizer):
         store = found.flat.store if found.whole else None
         homes = [] if store is not None else [self._homes[id(parameter)] for parameter in found.parameters]
         if store is not None:
-            planned = store.elements
-        else:
-            planned = [self._stores[number].elements[index] for number, index in homes]
-        if found.properties.elements != planned:
-            pairs = enumerate(zip(found.properties.elements, planned, strict=True))
-            at, (now, then) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
-            raise OptionError(
-                f"{self._name(found.groups[at], found.positions[at])} has {now} elements, its state {then}; "
-                "make a new optimizer after changing a parameter's shape"
-            )
-        if store is not None:
+            if found.properties.fits is not store:
+                self._check_unchanged(found, store.devices, store.shapes)
+                found.properties.fits = store
             if not (store.contiguous and found.contiguous):
                 found.put_in_order(store.strides)
             lists = [found.numbers()]
         else:
+            self._check_unchanged(
+                found,
+                [self._stores[number].devices[index] for number, index in homes],
+                [self._stores[number].shapes[index] for number, index in homes],
+            )
             found.put_in_order([self._stores[number].strides[index] for number, index in homes])
             lists = [known.lists() for known in self._stores]
             numbers = found.numbers()
@@ -289,9 +290,31 @@ class AdamW(torch.optim.Optimizer):
                     lists[number][key][index] = values[position]
         engine.step(lists, self._groups(), stream_handle(compute), scale)
 
+    def _check_unchanged(self, found: Found, devices: list[int], shapes: list[torch.Size]) -> None:
+        """Refuse parameters that are no longer what their state was created for."""
+        assert found.properties is not None
+        if found.properties.devices == devices and found.properties.shapes == shapes:
+            return
+        rows = zip(found.inner, devices, shapes, found.groups, found.positions, strict=True)
+        for parameter, number, shape, group, position in rows:
+            name = self._name(group, position)
+            if parameter.get_device() != number:
+                there = "cpu" if number < 0 else f"cuda:{number}"
+                raise OptionError(
+                    f"{name} is on {parameter.device}, its state was created for {there}; make the optimizer after "
+                    "moving the model"
+                )
+            if parameter.shape != shape:
+                raise OptionError(
+                    f"{name} has shape {tuple(parameter.shape)}, its state {tuple(shape)}; make a new optimizer after "
+                    "changing a parameter's shape"
+                )
+
     def _step_resident(self, engine: _core.Engine, compute: torch.device, found: Found, scale: int) -> None:
         states = [self.state[parameter] for parameter in found.parameters]
-        found.put_in_order([local(state["exp_avg"]).stride() for state in states])
+        moments = [local(state["exp_avg"]) for state in states]
+        self._check_unchanged(found, [moment.get_device() for moment in moments], [moment.shape for moment in moments])
+        found.put_in_order([moment.stride() for moment in moments])
         addresses = [[address(local(state[kind])) if kind in state else 0 for kind in KINDS] for state in states]
         steps = [int(state["step"].item()) + 1 for state in states]
         elements = [tensor.numel() for tensor in found.inner]
@@ -340,39 +363,37 @@ class AdamW(torch.optim.Optimizer):
     def _create(self, found: list[torch.Tensor]) -> None:
         """Create state for all parameters that can have a gradient and have none yet."""
         kinds = [bool(group["amsgrad"]) for group in self.param_groups]
-        flat = self._flat
-        known = flat is not None and flat.created == kinds and found is flat.parameters
-        if known or (flat is not None and flat.created == kinds and self._homes.keys() >= set(map(id, found))):
+        flat = self._flatten()
+        if flat.created == kinds and (flat.complete or self._homes.keys() >= set(map(id, found))):
             return
+        self._check_kinds(self.param_groups)
         wanted = {id(parameter) for parameter in found}
-        new: list[torch.Tensor] = []
+        new: dict[int, torch.Tensor] = {}
         names: list[str] = []
         amsgrad: list[bool] = []
         for index, group in enumerate(self.param_groups):
             for position, parameter in enumerate(group["params"]):
-                home = self._homes.get(id(parameter))
-                if home is None and (parameter.requires_grad or id(parameter) in wanted):
+                known = id(parameter) in self._homes or id(parameter) in new
+                if not known and (parameter.requires_grad or id(parameter) in wanted):
                     check_parameter(parameter, self._name(index, position))
-                    self._homes[id(parameter)] = (-1, len(new))
-                    new.append(parameter)
+                    new[id(parameter)] = parameter
                     names.append(self._name(index, position))
-                    amsgrad.append(bool(group["amsgrad"]))
-                elif (
-                    home is not None
-                    and group["amsgrad"]
-                    and "max_exp_avg_sq" not in dict.get(self.state, parameter, {})
-                ):
-                    raise OptionError(f"amsgrad was switched on for group {index} after its state was created")
-        try:
+                    amsgrad.append(kinds[index])
+        if new:
             create = self._create_resident if self._options.placement == "resident" else self._create_streamed
-            if new:
-                create(new, names, amsgrad)
-        except BaseException:
-            for parameter in new:
-                self._homes.pop(id(parameter), None)
-            raise
-        if flat is not None:
-            flat.settle(kinds, self._stores)
+            create(list(new.values()), names, amsgrad)
+        flat.settle(kinds, self._stores, self._homes)
+
+    def _check_kinds(self, groups: list[dict[str, Any]]) -> None:
+        """Refuse groups that ask for other state than was created."""
+        for index, group in enumerate(groups):
+            for parameter in group["params"]:
+                kept = "max_exp_avg_sq" in dict.get(self.state, parameter, {})
+                if id(parameter) in self._homes and kept != bool(group["amsgrad"]):
+                    raise OptionError(
+                        f"amsgrad was switched {'off' if kept else 'on'} for group {index} after its state was "
+                        "created; make a new optimizer"
+                    )
 
     def _create_streamed(self, new: list[torch.Tensor], names: list[str], amsgrad: list[bool]) -> None:
         engine, compute = self._open()
@@ -400,10 +421,18 @@ class AdamW(torch.optim.Optimizer):
                     views[kind] = state_like(parameter, host_tensor(view, inner[index]))
             self._adopt(parameter, views, earlier)
 
-    def _create_resident(self, new: list[torch.Tensor], _names: list[str], amsgrad: list[bool]) -> None:
+    def _create_resident(self, new: list[torch.Tensor], names: list[str], amsgrad: list[bool]) -> None:
+        _, compute = self._open()
+        for name, parameter in zip(names, new, strict=True):
+            if local(parameter).device != compute:
+                raise OptionError(
+                    f"{name} is on {local(parameter).device}, this optimizer computes on {compute}; placement "
+                    "'resident' cannot bring it there, use 'stream'"
+                )
         for index, parameter in enumerate(new):
             inner = local(parameter)
-            strides = inner.stride() if is_dense(inner) else torch.empty(inner.shape, device="meta").stride()
+            self._homes[id(parameter)] = (-1, index)
+            strides = dense_strides(inner)
             kinds = [*MOMENTS]
             kinds += ["max_exp_avg_sq"] if amsgrad[index] else []
             kinds += ["master_param"] if self._options.keeps_master(inner.dtype) else []
@@ -417,29 +446,36 @@ class AdamW(torch.optim.Optimizer):
     def _adopt(self, parameter: torch.Tensor, views: dict[str, Any], earlier: dict[str, Any]) -> None:
         """Make the views a parameter's state, with the values of state that came before it."""
         dict.__setitem__(self.state, parameter, views)
-        for kind, value in earlier.items():
-            if kind in views:
-                copy_into(value, views[kind])
-        if "master_param" in views and "master_param" not in earlier:
-            self._fresh[id(parameter)] = parameter
+        self._fill(parameter, earlier)
+
+    def _fill(self, parameter: torch.Tensor, values: dict[str, Any]) -> None:
+        """Copy values into a parameter's state; what they do not have starts anew."""
+        self._fresh.pop(id(parameter), None)
+        for kind, view in dict.__getitem__(self.state, parameter).items():
+            if kind in values:
+                copy_into(values[kind], view)
+                continue
+            local(view).zero_()
+            if kind == "master_param":
+                self._fresh[id(parameter)] = parameter
 
     # Reading state.
 
     def _settle(self, parameter: torch.Tensor | None) -> None:
         """Wait for the stores into a parameter's state, or for all of them."""
-        if self._engine is None or self._closed:
-            return
+        if self._engine is not None and not self._closed:
+            if parameter is None:
+                self._engine.synchronize()
+            elif (home := self._homes.get(id(parameter))) is not None and home[0] >= 0 and self._stores:
+                self._engine.settle(*home)
         if self._fresh:
-            # A step makes a master from its weight by itself; whoever looks before the first one sees it too.
+            # A step makes a master from its weight by itself; whoever looks before the first one sees it too. Not
+            # before the wait: a store of neighbours in the same chunk may still be bringing the zeros back.
             asked = list(self._fresh.values()) if parameter is None else [self._fresh.get(id(parameter))]
             for fresh in asked:
                 if fresh is not None:
                     del self._fresh[id(fresh)]
                     follow_weight(local(dict.__getitem__(self.state, fresh)["master_param"]), local(fresh).detach())
-        if parameter is None:
-            self._engine.synchronize()
-        elif (home := self._homes.get(id(parameter))) is not None and home[0] >= 0 and self._stores:
-            self._engine.settle(*home)
 
     def synchronize(self) -> None:
         """Wait until every store of the last step has ended."""
@@ -481,7 +517,7 @@ class AdamW(torch.optim.Optimizer):
             "store_bytes": store_bytes,
             "fetch_gbps": fetch_bytes / fetch_ns if fetch_ns else 0.0,
             "store_gbps": store_bytes / store_ns if store_ns else 0.0,
-            "device_bytes": engine.ring_bytes() if engine is not None and self._stores else 0,
+            "device_bytes": engine.ring_bytes() if engine is not None and self._stores and not self._closed else 0,
             "pinned_bytes": engine.pinned_bytes() if engine is not None else 0,
             "chunks": chunks,
             "stalls": stalls,

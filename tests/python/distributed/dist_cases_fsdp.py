@@ -133,9 +133,7 @@ def bf16_masters_equal_a_torch_run_in_f32() -> None:
         for update in (optimizer, reference):
             update.step()
             update.zero_grad()
-    masters = {
-        name: optimizer.state[parameter]["master_param"] for name, parameter in sharded.named_parameters()
-    }
+    masters = {name: optimizer.state[parameter]["master_param"] for name, parameter in sharded.named_parameters()}
     assert_close(masters, parameters_of(theirs))
 
 

@@ -55,8 +55,8 @@ def shard(net: Net, **options: Any) -> Net:
 
 
 def groups(net: nn.Module) -> list[dict[str, Any]]:
-    """Return parameters in two groups with hyper-parameters of their own."""
-    named = [(name, parameter) for name, parameter in net.named_parameters() if parameter.requires_grad]
+    """Return all parameters, also frozen ones, in two groups with hyper-parameters of their own."""
+    named = list(net.named_parameters())
     decay = [parameter for name, parameter in named if name.endswith("weight")]
     rest = [parameter for name, parameter in named if not name.endswith("weight")]
     return [
@@ -139,7 +139,11 @@ def assert_close(
     assert found, "nothing to compare"
     for name, value in expected.items():
         torch.testing.assert_close(
-            full(found[name]).cpu().float(), full(value).cpu().float(), rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}"
+            full(found[name]).cpu().float(),
+            full(value).cpu().float(),
+            rtol=rtol,
+            atol=atol,
+            msg=lambda m, n=name: f"{n}: {m}",
         )
 
 

@@ -28,9 +28,7 @@ EXPECTED_WARNINGS = ()
 
 def run(function: object, store: dist.Store, rank: int, world: int, backend: str) -> None:
     """Run one case in a process group of its own."""
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=20)
-    )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=20))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")

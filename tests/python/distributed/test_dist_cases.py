@@ -7,7 +7,8 @@ from dist_registry import cases
 
 
 @pytest.mark.parametrize(
-    ("world", "case"), [pytest.param(world, name, id=f"{name}-{world}") for world in (2, 3) for name in cases("cpu", world)]
+    ("world", "case"),
+    [pytest.param(world, name, id=f"{name}-{world}") for world in (2, 3) for name in cases("cpu", world)],
 )
 def test_case_passes_on_every_rank(groups, world, case):
     groups.outcome("cpu", world).check(case)

@@ -10,10 +10,10 @@ import torch
 from adamw_helpers import (
     TINY,
     assert_same,
-    bits,
     clone,
     give_gradients,
     make,
+    needs_cuda,
     random,
     run,
     same_bits,
@@ -32,7 +32,7 @@ SHAPES = ((300,), (20, 30), (3,))
 
 @pytest.fixture(params=HALF, ids=["bf16", "f16"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    """A type of 16 bits."""
+    """Return a type of 16 bits."""
     return request.param
 
 
@@ -78,7 +78,7 @@ def test_masters_are_what_f32_parameters_would_be(device: torch.device, placemen
         optimizer.step()
         reference.step()
         for parameter, single in zip(parameters, singles, strict=True):
-            assert same_bits(optimizer.state[parameter]["master_param"], single.detach().to(optimizer.state[parameter]["master_param"].device))
+            assert same_bits(optimizer.state[parameter]["master_param"].cpu(), single.detach().cpu())
             assert same_bits(parameter, single.to(dtype))
 
 
@@ -254,4 +254,37 @@ def test_overflow_of_the_weight_is_kept_apart_from_its_master(device: torch.devi
     assert torch.isinf(parameter).all()
     assert (optimizer.state[parameter]["master_param"] > 65504).all()
     assert torch.isfinite(optimizer.state[parameter]["master_param"]).all()
-    assert bits(parameter).numel() == 4
+
+
+@needs_cuda
+def test_a_master_read_before_its_first_step_survives_its_neighbours_stores() -> None:
+    # Both lie in one chunk, whose store is under way when the second master is looked at.
+    parameters = make([(2_000_000,), (2_000_000,)], device="cuda", dtype=torch.bfloat16)
+    optimizer = forebay.AdamW(parameters, chunk_bytes=64 << 20)
+    for step in range(5):
+        train(optimizer, parameters[:1], range(step, step + 1))
+        master = optimizer.state[parameters[1]]["master_param"]
+        optimizer.synchronize()
+        assert same_bits(master, parameters[1].detach().float().cpu())
+        optimizer._fill(parameters[1], {})
+
+
+def test_a_master_never_stepped_is_there_after_close(device: torch.device, placement: str) -> None:
+    parameters = make(SHAPES, device=device, dtype=torch.bfloat16)
+    optimizer = forebay.AdamW(parameters, placement=placement)
+    optimizer.prepare()
+    optimizer.close()
+    for parameter in parameters:
+        assert same_bits(optimizer.state[parameter]["master_param"].cpu(), parameter.detach().float().cpu())
+
+
+def test_a_loaded_master_is_what_is_read_before_the_weights_are_loaded(device: torch.device, placement: str) -> None:
+    parameters = make(SHAPES, device=device, dtype=torch.bfloat16)
+    optimizer = forebay.AdamW(parameters, placement=placement)
+    train(optimizer, parameters, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    others = make(SHAPES, device=device, dtype=torch.bfloat16, seed=6)
+    fresh = forebay.AdamW(others, placement=placement)
+    fresh.load_state_dict(saved)
+    for i, parameter in enumerate(others):
+        assert same_bits(fresh.state[parameter]["master_param"], saved["state"][i]["master_param"])

@@ -11,7 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adamw_helpers import KINDS, SHAPES, assert_same, clone, give_gradients, groups_of, make, needs_cuda, snapshot, train
+from adamw_helpers import (
+    KINDS,
+    SHAPES,
+    assert_same,
+    clone,
+    give_gradients,
+    groups_of,
+    make,
+    needs_cuda,
+    snapshot,
+    train,
+)
 
 import forebay
 

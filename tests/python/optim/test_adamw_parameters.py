@@ -281,7 +281,7 @@ LAYOUTS = {"transposed": transposed, "channels_last": channels_last, "sliced": s
 
 @pytest.fixture(params=LAYOUTS)
 def layout(request: pytest.FixtureRequest) -> Callable[[torch.device], torch.Tensor]:
-    """Makes a tensor whose memory is out of the ordinary."""
+    """Return what makes a tensor whose memory is out of the ordinary."""
     return LAYOUTS[request.param]
 
 
@@ -357,7 +357,43 @@ def test_a_parameter_that_changes_its_memory_order_keeps_its_state(device: torch
     assert_same(*ends)
 
 
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch ties a gradient's type to its parameter")
+def test_memory_may_be_read_in_another_order_from_one_step_to_the_next(device: torch.device, placement: str) -> None:
+    # Same address, same shape, other strides: the parameter is its own transpose from the third step on.
+    ends = []
+    for in_place in (True, False):
+        parameter = torch.nn.Parameter(random((16, 16), 5).to(device))
+        optimizer = forebay.AdamW([parameter], lr=0.1, placement=placement)
+        for step in range(4):
+            if step == 2:
+                turned = parameter.data.t()
+                parameter.data = turned if in_place else turned.contiguous()
+            parameter.grad = random((16, 16), step).to(device)
+            optimizer.step()
+        ends.append(snapshot(optimizer, [parameter]))
+    assert_same(*ends)
+
+
+def test_memory_may_hold_another_type_from_one_step_to_the_next(device: torch.device, placement: str) -> None:
+    # Moving a model away, casting it and moving it back may well give every parameter its old address.
+    ends = []
+    for in_place in (True, False):
+        parameter = torch.nn.Parameter(random((300,), 5).to(device, torch.bfloat16))
+        optimizer = forebay.AdamW([parameter], lr=0.1, placement=placement)
+        train(optimizer, [parameter], 2)
+        cast = parameter.detach().half()
+        if in_place:
+            memory = parameter.data.view(torch.float16)
+            parameter.grad, parameter.data = None, memory.copy_(cast)
+        else:
+            parameter.grad, parameter.data = None, cast
+        train(optimizer, [parameter], range(2, 4))
+        ends.append(snapshot(optimizer, [parameter]))
+    assert_same(*ends)
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.Tensor, "grad_dtype"), reason="this torch ties a gradient's type to its parameter"
+)
 @pytest.mark.parametrize("parameter_dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("gradient_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_gradient_may_have_another_type(

@@ -77,7 +77,11 @@ def test_a_step_pre_hook_may_change_gradients(device: torch.device) -> None:
         parameters = make([(50,)], device=device)
         optimizer = forebay.AdamW(parameters, lr=0.1)
         if hooked:
-            optimizer.register_step_pre_hook(lambda *_, p=parameters: (p[0].grad.mul_(0.25), None)[1])
+
+            def quarter(own: torch.optim.Optimizer, *_: Any) -> None:
+                own.param_groups[0]["params"][0].grad.mul_(0.25)
+
+            optimizer.register_step_pre_hook(quarter)
         give_gradients(parameters, 0, scale=1.0 if hooked else 0.25)
         optimizer.step()
         ends.append(snapshot(optimizer, parameters))
@@ -280,7 +284,9 @@ def test_grad_scaler_skips_non_finite_gradients(device: torch.device, placement:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
+)
 def test_copies_go_on_by_themselves_with_the_same_bits(
     device: torch.device, placement: str, dtype: torch.dtype, duplicate: Callable[[Any], Any]
 ) -> None:
@@ -337,7 +343,8 @@ def test_repr_and_zero_grad_work(device: torch.device) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_versions_are_bumped(device: torch.device, placement: str, dtype: torch.dtype) -> None:
-    parameters = [*make([(5,), (6, 7)], device=device, dtype=dtype), torch.nn.Parameter(torch.ones(9, 9)[::2, ::2].to(device))]
+    sliced = torch.nn.Parameter(torch.ones(9, 9, device=device)[::2, ::2])
+    parameters = [*make([(5,), (6, 7)], device=device, dtype=dtype), sliced]
     optimizer = forebay.AdamW(parameters, placement=placement)
     for step in range(2):
         versions = [parameter._version for parameter in parameters]

@@ -1,0 +1,124 @@
+"""The benchmark and the demonstration, small, on the CPU."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).parents[2]
+STREAMED = ["forebay", "forebay-72mib", "forebay-bf16", "forebay-small"]
+
+
+def run(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", str(REPOSITORY / script), *map(str, arguments)]
+    # Several threads for small tensors cost more than they bring where other tests use the machine too.
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict]:
+    path = tmp_path_factory.mktemp("bench") / "bench.json"
+    options = ["--quick", "--device", "cpu", "--steps", "2", "--wire-gbps", "5", "--commit", "abc", "--json", path]
+    done = run("bench/step.py", *options)
+    assert done.returncode == 0, done.stderr
+    return done, json.loads(path.read_text())
+
+
+def test_the_file_says_where_the_numbers_come_from(bench) -> None:
+    _, found = bench
+    assert found["commit"] == "abc"
+    assert found["command"].startswith("python bench/step.py --quick")
+    assert found["machine"]["torch"] == torch.__version__
+    assert found["machine"].keys() >= {"gpu", "driver", "cpus", "memory_bytes", "python", "forebay"}
+
+
+def test_every_row_has_numbers_or_a_reason(bench) -> None:
+    _, found = bench
+    rows = {row["name"]: row for row in found["rows"]}
+    assert list(rows)[:4] == ["torch-fused", "torch-foreach", "load-all", "torchao"]
+    assert "cannot_run" in rows.pop("torchao")
+    for row in rows.values():
+        assert len(row["step_s"]) == 2
+        assert 0 < row["median_call_s"] <= row["median_step_s"] * 1.01
+        assert row["gparam_per_s"] == pytest.approx(row["params"] / row["median_step_s"] / 1e9)
+
+
+@pytest.mark.parametrize("name", STREAMED)
+def test_a_streamed_row_is_set_against_the_wire(bench, name: str) -> None:
+    row = next(row for row in bench[1]["rows"] if row["name"] == name)
+    each_way = 12 if name == "forebay-bf16" else 8
+    assert row["payload_bytes"] == each_way * row["params"] == row["last_step"]["fetch_bytes"]
+    assert row["floor_step_s"] == pytest.approx(row["payload_bytes"] / 5e9)
+    assert row["percent_of_wire"] == pytest.approx(100 * row["floor_step_s"] / row["median_step_s"])
+    assert row["ring_bytes"] == (72 << 20 if name == "forebay-72mib" else 64 << 20)
+    assert row["pinned_bytes"] >= row["payload_bytes"]
+    assert 0 < row["median_host_s"] <= row["median_call_s"]
+
+
+def test_exactness_is_part_of_it(bench) -> None:
+    exactness = bench[1]["exactness"]
+    assert exactness["exact"] is True
+    assert exactness["steps"] == 20
+    assert {check["what"]: check["differing"] for check in exactness["checks"]}[
+        "forebay streamed, forebay resident"
+    ] == 0
+
+
+def test_the_table_names_every_row_and_a_pipe_sees_no_progress(bench) -> None:
+    done, found = bench
+    assert all(row["label"] in done.stdout for row in found["rows"])
+    assert all(peer["label"] in done.stdout and peer["reason"] for peer in found["did_not_run"])
+    assert done.stderr == ""
+
+
+def test_unknown_rows_are_refused() -> None:
+    done = run("bench/step.py", "--rows", "forebay,fastest")
+    assert done.returncode == 2
+    assert "fastest" in done.stderr
+
+
+def test_the_plot_has_a_bar_for_every_row(bench, tmp_path: Path) -> None:
+    found = copy.deepcopy(bench[1])
+    rows = [row for row in found["rows"] if "step_s" in row]
+    for row in rows:
+        row["torch_peak_bytes"], row["driver_peak_bytes"] = 64 << 20, 110 << 20
+    source, picture = tmp_path / "found.json", tmp_path / "found.svg"
+    source.write_text(json.dumps(found))
+    done = run("bench/plot.py", source, picture)
+    assert done.returncode == 0, done.stderr
+    text = "".join(ET.parse(picture).getroot().itertext())
+    assert all(row["label"] in text for row in rows)
+    assert "http" not in picture.read_text().replace("http://www.w3.org/2000/svg", "")
+
+
+def test_a_plot_without_a_gpu_is_refused(bench, tmp_path: Path) -> None:
+    source = tmp_path / "found.json"
+    source.write_text(json.dumps(bench[1]))
+    done = run("bench/plot.py", source, tmp_path / "found.svg")
+    assert done.returncode == 1
+    assert "no row has GPU memory" in done.stderr
+
+
+def test_the_demo_trains_and_compares(tmp_path: Path) -> None:
+    done = run("scripts/demo.py", "--device", "cpu", "--steps", "3", "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    found = json.loads((tmp_path / "demo.json").read_text())
+    _, streamed, resident = found["runs"]
+    assert found["holds"] is True
+    assert streamed["against_resident"]["differing"] == 0
+    assert streamed["losses"] == resident["losses"]
+    # The ring is far smaller than the state, and a step goes around it many times.
+    assert streamed["state_device_bytes"] * 10 < streamed["state_bytes"] <= streamed["pinned_bytes"]
+    assert streamed["ring_rounds"] >= 10
+    assert streamed["against_torch"]["largest_difference"] < 1e-3
+    assert len((tmp_path / "demo_losses.csv").read_text().splitlines()) == 4
+    assert "yes, bit for bit" in done.stdout
+    assert str(tmp_path / "demo.json") in done.stdout
