@@ -41,7 +41,7 @@ def load(optimizer: AdamW, state_dict: dict[str, Any]) -> None:
     optimizer._settle(None)
     earlier, optimizer.param_groups = optimizer.param_groups, groups
     try:
-        optimizer._create([parameter for parameter, _ in by_parameter])
+        optimizer._create(optimizer._flatten(), [parameter for parameter, _ in by_parameter])
     except BaseException:
         optimizer.param_groups = earlier
         raise

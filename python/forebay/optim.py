@@ -197,7 +197,7 @@ class AdamW(torch.optim.Optimizer):
         scale = self._clip(found.gradients, compute)
         if scale is False:
             return loss
-        self._create(found.parameters)
+        self._create(found.flat, found.parameters)
         run = self._step_resident if self._options.placement == "resident" else self._step_streamed
         run(engine, compute, found, scale.data_ptr() if isinstance(scale, torch.Tensor) else 0)
         if self._fresh:
@@ -328,7 +328,7 @@ class AdamW(torch.optim.Optimizer):
     def prepare(self) -> None:
         """Create and pin the state of every parameter that can have a gradient, now instead of at the first step."""
         self._open()
-        self._create([])
+        self._create(self._flatten(), [])
 
     def _open(self) -> tuple[_core.Engine, torch.device]:
         """Return the engine, opened at its first use and never in the constructor."""
@@ -360,10 +360,9 @@ class AdamW(torch.optim.Optimizer):
             return torch.device("cuda", gpus[0])
         return asked or torch.device("cpu")
 
-    def _create(self, found: list[torch.Tensor]) -> None:
+    def _create(self, flat: Flat, found: list[torch.Tensor]) -> None:
         """Create state for all parameters that can have a gradient and have none yet."""
         kinds = [bool(group["amsgrad"]) for group in self.param_groups]
-        flat = self._flatten()
         if flat.created == kinds and (flat.complete or self._homes.keys() >= set(map(id, found))):
             return
         self._check_kinds(self.param_groups)

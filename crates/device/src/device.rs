@@ -69,8 +69,8 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// Whether the point was reached; `true` for an event never recorded.
     fn query(&self, event: &Event) -> Result<bool>;
 
-    /// Blocks the calling thread until the point was reached. It may notice some tens of microseconds late: it sleeps
-    /// instead of burning a core.
+    /// Blocks the calling thread until the point was reached. A long wait sleeps, and may notice some tens of
+    /// microseconds late.
     fn synchronize(&self, event: &Event) -> Result<()>;
 
     /// Time between two timed events that were both reached, in nanoseconds; 0 where `end` came first.

@@ -125,6 +125,11 @@ impl AdamWSegment {
             .flatten()
     }
 
+    /// Everything it touches, and whether it is written.
+    fn operands(&self) -> impl Iterator<Item = (&Region, bool)> {
+        self.state().map(|region| (region, true)).chain([(&self.param, true), (&self.grad, false)])
+    }
+
     fn check(&self, scalars: usize) -> Result<()> {
         let refuse = |reason: String| Err(Error::BadOperands { operation: "adamw", reason });
         let elements = self.elements();
@@ -148,9 +153,9 @@ impl AdamWSegment {
             }
         }
         // Backends update in place and read ahead: an operand that aliases another would give results that depend on how.
-        let all: Vec<&Region> = self.state().chain([&self.param, &self.grad]).collect();
-        for (i, a) in all.iter().enumerate() {
-            if let Some(b) = all[i + 1..].iter().find(|b| a.overlaps(b)) {
+        let operands = || self.operands().map(|(region, _)| region);
+        for (i, a) in operands().enumerate() {
+            if let Some(b) = operands().skip(i + 1).find(|b| a.overlaps(b)) {
                 return refuse(format!("{a:?} overlaps {b:?}"));
             }
         }
@@ -176,19 +181,29 @@ impl Kernel<'_> {
     }
 
     /// Every region the kernel touches, and whether it writes it.
+    #[cfg(feature = "testing")]
     pub(crate) fn accesses(&self) -> Vec<(&Region, bool)> {
+        let mut accesses = Vec::new();
+        let _ = self.try_each(|region, writes| {
+            accesses.push((region, writes));
+            Ok(())
+        });
+        accesses
+    }
+
+    /// Goes through the regions the kernel touches without collecting them: a step launches thousands of segments.
+    fn try_each<'a>(&'a self, mut visit: impl FnMut(&'a Region, bool) -> Result<()>) -> Result<()> {
         match self {
-            Self::Fill { dst, .. } | Self::Uniform { dst, .. } | Self::Powers { dst, .. } => vec![(dst, true)],
-            Self::CountDifferences { a, b, count } => vec![(a, false), (b, false), (count, true)],
+            Self::Fill { dst, .. } | Self::Uniform { dst, .. } | Self::Powers { dst, .. } => visit(dst, true),
+            Self::CountDifferences { a, b, count } => [(a, false), (b, false), (count, true)]
+                .into_iter()
+                .try_for_each(|(region, writes)| visit(region, writes)),
             Self::AdamW(step) => {
-                let flags = step.grad_scale.iter().chain(&step.skip).map(|region| (region, false));
-                let segments = step.segments.iter().flat_map(|segment| {
-                    let written = segment.state().map(|region| (region, true));
-                    written.chain([(&segment.param, true), (&segment.grad, false)])
-                });
-                flags.chain(segments).collect()
+                step.grad_scale.iter().chain(&step.skip).try_for_each(|region| visit(region, false))?;
+                let mut operands = step.segments.iter().flat_map(AdamWSegment::operands);
+                operands.try_for_each(|(region, writes)| visit(region, writes))
             }
-            Self::Spin { .. } | Self::Trap => Vec::new(),
+            Self::Spin { .. } | Self::Trap => Ok(()),
         }
     }
 
@@ -196,12 +211,10 @@ impl Kernel<'_> {
     pub(crate) fn check(&self, device: DeviceId) -> Result<()> {
         let operation = self.name();
         let refuse = |reason: String| Err(Error::BadOperands { operation, reason });
-        for (region, _) in self.accesses() {
+        self.try_each(|region, _| {
             check_home(operation, region, device)?;
-            if region.place() != Place::Device {
-                return refuse(format!("{region:?} is not device memory"));
-            }
-        }
+            if region.place() == Place::Device { Ok(()) } else { refuse(format!("{region:?} is not device memory")) }
+        })?;
         let words = |region: &Region, width: u64| {
             if !region.bytes().is_multiple_of(width) || !(region.addr() as u64).is_multiple_of(width) {
                 return refuse(format!(

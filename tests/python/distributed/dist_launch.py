@@ -37,6 +37,9 @@ class Outcome:
 def launch(kind: str, world: int, folder: Path) -> Outcome:
     """Run all cases of a kind with this number of processes."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if kind == "cpu":
+        # FSDP2 would choose a GPU that it sees, and there are more ranks than GPUs.
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     logs = [folder / f"rank{rank}.log" for rank in range(world)]
     ranks = []
     for rank, log in enumerate(logs):

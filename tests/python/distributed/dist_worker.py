@@ -1,8 +1,8 @@
 """One rank of a group of processes: runs all cases in order and writes down how each went.
 
 Importing torch takes seconds, so one start serves many cases. Each case gets a process group of its own: when it fails
-on one rank only, that rank's connections close, which ends the collectives that the others may be waiting in, and the
-next case starts afresh. Ranks meet through files and talk over the loopback interface; no port is chosen.
+on one rank only, collectives that the others wait in run out of time, and the next case starts afresh when all of them
+are there. Ranks meet through a file and talk over the loopback interface; no port is chosen.
 """
 
 from __future__ import annotations
@@ -17,25 +17,35 @@ import time
 import traceback
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from dist_registry import cases
 
-# What torch itself warns about, and we cannot avoid.
-EXPECTED_WARNINGS = ()
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
-def run(function: object, store: dist.Store, rank: int, world: int, backend: str) -> None:
+COLLECTIVE_LIMIT = datetime.timedelta(seconds=10)
+
+
+def meet(store: dist.Store, world: int) -> None:
+    """Wait until all ranks are here: one may have been waiting for another that failed."""
+    store.add("here", 1)
+    while store.add("here", 0) < world:
+        time.sleep(0.01)
+
+
+def run(function: Callable[[], None], store: dist.Store, rank: int, world: int, backend: str) -> None:
     """Run one case in a process group of its own."""
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=20))
+    meet(store, world)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=COLLECTIVE_LIMIT)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            for message in EXPECTED_WARNINGS:
-                warnings.filterwarnings("ignore", message=message)
             torch.manual_seed(0)
-            function()  # type: ignore[operator]
+            function()
             dist.barrier()
     finally:
         gc.collect()

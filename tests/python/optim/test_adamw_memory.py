@@ -180,7 +180,7 @@ def test_no_spike_at_the_first_step() -> None:
     for _ in range(3):
         optimizer.step()
     assert torch.cuda.max_memory_allocated() - held <= 64 << 10
-    assert torch.cuda.memory_allocated() == held
+    assert torch.cuda.memory_allocated() <= held
     optimizer.close()
 
 

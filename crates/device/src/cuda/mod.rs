@@ -29,9 +29,9 @@ use launch::Kernels;
 
 pub(crate) use driver::device_count;
 
-/// How long a waiting thread spins before it starts to nap.
-const SPIN: Duration = Duration::from_micros(10);
-/// How long it naps between looks. The system adds about 50 microseconds; a slot of 16 MiB takes 330 to cross.
+/// How long a waiting thread yields between looks before it starts to nap.
+const YIELD: Duration = Duration::from_millis(2);
+/// How long it naps between looks; the system adds about 50 microseconds.
 const NAP: Duration = Duration::from_micros(20);
 
 /// How to open a GPU.
@@ -191,13 +191,15 @@ impl Device for CudaDevice {
         }
     }
 
-    /// Polls, because both of the driver's own ways cost more: it spins on a core that the data loader wants, or it
-    /// has every recording of the event raise an interrupt, which holds up the copy engine.
+    /// Polls, because both of the driver's own ways cost more: it spins on a core whoever else wants it, or it has every
+    /// recording of the event raise an interrupt, which holds up the copy engine. A chunk is waited for less than a
+    /// millisecond; for so long the thread offers its core to others and looks again, since a sleeping core may take
+    /// longer to wake than a slot can wait. After that it naps.
     fn synchronize(&self, event: &Event) -> Result<()> {
         let start = Instant::now();
         while !self.query(event)? {
-            if start.elapsed() < SPIN {
-                std::hint::spin_loop();
+            if start.elapsed() < YIELD {
+                std::thread::yield_now();
             } else {
                 std::thread::sleep(NAP);
             }
