@@ -134,6 +134,9 @@ class Found:
             The device to compute on, as ``get_device`` numbers them; -1 for the CPU.
         """
         try:
+            if any(map(torch.Tensor.is_neg, self.inner_gradients)):
+                # A view that torch negates as it reads, such as the imaginary part of a conjugate.
+                self.inner_gradients = [gradient.resolve_neg() for gradient in self.inner_gradients]
             self.param = addresses(self.inner)
             self.grad = addresses(self.inner_gradients)
             self.param_dtype = [DTYPES[parameter.dtype] for parameter in self.inner]

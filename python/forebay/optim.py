@@ -445,16 +445,17 @@ class AdamW(torch.optim.Optimizer):
     def _adopt(self, parameter: torch.Tensor, views: dict[str, Any], earlier: dict[str, Any]) -> None:
         """Make the views a parameter's state, with the values of state that came before it."""
         dict.__setitem__(self.state, parameter, views)
-        self._fill(parameter, earlier)
+        self._fill(parameter, earlier, zeroed=True)
 
-    def _fill(self, parameter: torch.Tensor, values: dict[str, Any]) -> None:
-        """Copy values into a parameter's state; what they do not have starts anew."""
+    def _fill(self, parameter: torch.Tensor, values: dict[str, Any], *, zeroed: bool = False) -> None:
+        """Copy values into a parameter's state; what they do not have starts anew, from zeros that may be there."""
         self._fresh.pop(id(parameter), None)
         for kind, view in dict.__getitem__(self.state, parameter).items():
             if kind in values:
                 copy_into(values[kind], view)
                 continue
-            local(view).zero_()
+            if not zeroed:
+                local(view).zero_()
             if kind == "master_param":
                 self._fresh[id(parameter)] = parameter
 

@@ -69,6 +69,25 @@ def test_the_norm_is_that_of_all_gradients_and_they_stay_as_they_are(device: tor
     assert all(torch.equal(bits(p.grad), before) for p, before in zip(parameters, kept, strict=True))
 
 
+@pytest.mark.parametrize("dtype", [[torch.bfloat16], [torch.float16], [torch.float32, torch.bfloat16, torch.float16]])
+def test_the_norm_of_half_precision_gradients_is_exact(device: torch.device, dtype: list[torch.dtype]) -> None:
+    parameters = make(SHAPES, device=device, dtype=dtype)
+    optimizer = forebay.AdamW(parameters, max_grad_norm=0.1)
+    give_gradients(parameters, 0)
+    optimizer.step()
+    assert optimizer.grad_norm.dtype == torch.float32
+    torch.testing.assert_close(optimizer.grad_norm.double(), total_norm(parameters), rtol=1e-6, atol=0)
+
+
+def test_the_norm_of_half_precision_gradients_does_not_overflow(device: torch.device) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(100, device=device, dtype=torch.float16))
+    parameter.grad = torch.full_like(parameter, 60000.0)
+    optimizer = forebay.AdamW([parameter], lr=0.1, max_grad_norm=1.0, skip_nonfinite=True)
+    optimizer.step()
+    assert float(optimizer.grad_norm) == pytest.approx(600000.0, rel=1e-3)
+    assert float(parameter.detach().abs().min()) > 0
+
+
 def test_parameters_without_a_gradient_do_not_enter_the_norm(device: torch.device) -> None:
     parameters = make(SHAPES, device=device)
     optimizer = forebay.AdamW(parameters, max_grad_norm=1.0)
