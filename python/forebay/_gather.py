@@ -12,7 +12,7 @@ from itertools import chain, repeat
 
 import torch
 
-from forebay._torch import DTYPES, addresses, check_overlap, dense_strides, in_order, local, locals_of
+from forebay._torch import DTYPES, addresses, check_overlap, dense_strides, dtype_numbers, in_order, local, locals_of
 
 
 class Store:
@@ -134,13 +134,10 @@ class Found:
             The device to compute on, as ``get_device`` numbers them; -1 for the CPU.
         """
         try:
-            if any(map(torch.Tensor.is_neg, self.inner_gradients)):
-                # A view that torch negates as it reads, such as the imaginary part of a conjugate.
-                self.inner_gradients = [gradient.resolve_neg() for gradient in self.inner_gradients]
             self.param = addresses(self.inner)
             self.grad = addresses(self.inner_gradients)
-            self.param_dtype = [DTYPES[parameter.dtype] for parameter in self.inner]
-            self.grad_dtype = [DTYPES[gradient.dtype] for gradient in self.inner_gradients]
+            self.param_dtype = dtype_numbers(self.inner)
+            self.grad_dtype = dtype_numbers(self.inner_gradients)
             self.properties = self._properties()
         except (KeyError, RuntimeError):
             # A type that the kernels do not know, or a tensor that is not one stretch of memory.
@@ -154,6 +151,11 @@ class Found:
             return False
         both = chain(self.inner, self.inner_gradients)
         self.contiguous = all(map(torch.Tensor.is_contiguous, both))
+        # A view that torch negates as it reads, such as the imaginary part of a conjugate, is every other element of its
+        # memory, so never contiguous with more than one. Asking is slow, so only then.
+        if not self.contiguous or 1 in properties.elements:
+            self.inner_gradients = [gradient.resolve_neg() for gradient in self.inner_gradients]
+            self.grad = addresses(self.inner_gradients)
         return True
 
     def _properties(self) -> Properties:

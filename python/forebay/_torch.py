@@ -6,6 +6,7 @@ device, and held by the caller until the extension returns.
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Element types the kernels know, with their numbers."""
+
+_DTYPE = operator.attrgetter("dtype")
 
 PIECE_ELEMENTS = 4 << 20
 """Elements handled at a time where a whole tensor would need a second copy."""
@@ -38,7 +41,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def locals_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return ``local`` of each; the list itself where no DTensor is among them."""
-    if {type(tensor) for tensor in tensors} <= {torch.Tensor, torch.nn.Parameter}:
+    if set(map(type, tensors)) <= {torch.Tensor, torch.nn.Parameter}:
         return tensors
     return [local(tensor) for tensor in tensors]
 
@@ -61,6 +64,15 @@ def addresses(tensors: list[torch.Tensor]) -> list[int]:
     for tensor in tensors:
         check_memory(tensor, "a parameter or gradient")
     return [pointer or 1 for pointer in found]
+
+
+def dtype_numbers(tensors: list[torch.Tensor]) -> list[int]:
+    """Return the number of each tensor's type; a KeyError for a type that the kernels do not know."""
+    dtypes = list(map(_DTYPE, tensors))
+    found = set(dtypes)
+    if len(found) == 1:
+        return [DTYPES[found.pop()]] * len(dtypes)
+    return [DTYPES[dtype] for dtype in dtypes]
 
 
 def stream_handle(device: torch.device) -> int:

@@ -412,11 +412,14 @@ def test_a_gradient_may_have_another_type(
     assert_same(*ends)
 
 
-def test_a_gradient_that_torch_negates_lazily_keeps_its_sign(device: torch.device, placement: str) -> None:
+@pytest.mark.parametrize("elements", [1, 300])
+def test_a_gradient_that_torch_negates_lazily_keeps_its_sign(
+    device: torch.device, placement: str, elements: int
+) -> None:
     ends = []
     for lazy in (True, False):
-        parameter = torch.nn.Parameter(torch.ones(300, device=device))
-        values = torch.randn(300, generator=torch.Generator().manual_seed(3)).to(device)
+        parameter = torch.nn.Parameter(torch.ones(elements, device=device))
+        values = torch.randn(elements, generator=torch.Generator().manual_seed(3)).to(device)
         gradient = torch.complex(torch.zeros_like(values), values).conj().imag
         assert gradient.is_neg()
         parameter.grad = gradient if lazy else gradient.resolve_neg().clone()
