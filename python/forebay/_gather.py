@@ -151,8 +151,8 @@ class Found:
             return False
         both = chain(self.inner, self.inner_gradients)
         self.contiguous = all(map(torch.Tensor.is_contiguous, both))
-        # A view that torch negates as it reads, such as the imaginary part of a conjugate, is every other element of its
-        # memory, so never contiguous with more than one. Asking is slow, so only then.
+        # A view that torch negates as it reads, such as the imaginary part of a conjugate, is every other element of
+        # its memory, so never contiguous with more than one. Asking is slow, so only then.
         if not self.contiguous or 1 in properties.elements:
             self.inner_gradients = [gradient.resolve_neg() for gradient in self.inner_gradients]
             self.grad = addresses(self.inner_gradients)
