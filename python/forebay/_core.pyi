@@ -24,10 +24,6 @@ class Engine:
         """
         Let go of ring and state. Buffers that are still held keep their slab.
         """
-    def needed_bytes(self, /, elements: SupportsGetItem[int, SupportsIndex], amsgrad: SupportsGetItem[int, bool], master: SupportsGetItem[int, bool], on_host: SupportsGetItem[int, bool]) -> int:
-        """
-        Pinned bytes that a list of tensors needs, by the same plan as `add`.
-        """
     def open_ring(self, /, addr: SupportsIndex, owner: Any, stream: SupportsIndex) -> None:
         """
         Make the ring in memory that `owner` keeps alive, or on the device itself where the address is 0.

@@ -92,14 +92,6 @@ def in_order(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def dense_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the same values whose memory is in the same order as ``like``, itself where it is already.
-
-    Where ``like`` is not dense, the order is the contiguous one.
-    """
-    return in_order(tensor, dense_strides(like))
-
-
 def host_tensor(view: HostView, like: torch.Tensor) -> torch.Tensor:
     """Return a tensor over pinned memory, with a storage of exactly its size, shaped and strided as ``like``.
 

@@ -181,22 +181,6 @@ impl Engine {
         })
     }
 
-    /// Pinned bytes that a list of tensors needs, by the same plan as `add`.
-    fn needed_bytes(
-        &self,
-        py: Python<'_>,
-        elements: Vec<u64>,
-        amsgrad: Vec<bool>,
-        master: Vec<bool>,
-        on_host: Vec<bool>,
-    ) -> PyResult<u64> {
-        guard::run(py, || {
-            let names = (0..elements.len()).map(|i| format!("parameter {i}")).collect();
-            let plan = self.plan(names, &elements, &amsgrad, &master, &on_host)?;
-            Ok(SlabLayout::new(&HostState::part_bytes(&plan))?.bytes())
-        })
-    }
-
     /// Pin zeroed state for a list of tensors and return the number of their store.
     #[expect(clippy::too_many_arguments, reason = "a list for each property crosses the border faster than objects")]
     fn add(
