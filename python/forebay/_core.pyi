@@ -46,7 +46,8 @@ class Engine:
         """
     def stats(self, /) -> list[int]:
         """
-        The last step in numbers, once its stores have ended: chunks, fetch_bytes, store_bytes, fetch_ns, update_ns, store_ns, stalls, stall_ns.
+        The last step in numbers, once its stores have ended: chunks, fetch_bytes, store_bytes, fetch_ns, update_ns,
+        store_ns, stalls, stall_ns.
         """
     def step(self, /, tensors: SupportsGetItem[int, Incomplete], groups: SupportsGetItem[int, tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, bool]], stream: SupportsIndex, grad_scale: SupportsIndex) -> None:
         """

@@ -145,6 +145,13 @@ pub struct Counters {
     pub events: u64,
 }
 
+impl Counters {
+    /// All of them together: what a steady state leaves unchanged.
+    pub fn total(&self) -> u64 {
+        self.allocations + self.pins + self.streams + self.events
+    }
+}
+
 /// Refuses operands that no backend could copy.
 pub(crate) fn check_copy(device: DeviceId, from: &Region, to: &Region) -> Result<()> {
     let refuse = |reason: String| Err(Error::BadOperands { operation: "copy", reason });

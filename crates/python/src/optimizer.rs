@@ -70,6 +70,14 @@ fn dtype(code: u8) -> Dtype {
     }
 }
 
+/// What is there, made now if it was not.
+fn made_once<T>(slot: &mut Option<T>, make: impl FnOnce() -> Result<T>) -> Result<&mut T> {
+    match slot {
+        Some(made) => Ok(made),
+        None => Ok(slot.insert(make()?)),
+    }
+}
+
 impl Engine {
     fn lock(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
@@ -96,18 +104,12 @@ impl Engine {
         if !self.is_cpu() {
             return torch::stream(&self.device, handle);
         }
-        if inner.own_compute.is_none() {
-            inner.own_compute = Some(self.device.stream("compute")?);
-        }
-        inner.own_compute.clone().ok_or(Error::Device(DeviceError::ZeroSize { what: "a stream" }))
+        made_once(&mut inner.own_compute, || Ok(self.device.stream("compute")?)).cloned()
     }
 
     /// Blocks until the work on a stream is done: before memory of torch's on the host may change hands.
     fn finish(&self, finished: &mut Option<Event>, compute: &Stream) -> Result<()> {
-        let done = match finished {
-            Some(event) => event,
-            None => finished.insert(self.device.event()?),
-        };
+        let done = made_once(finished, || Ok(self.device.event()?))?;
         self.device.record(done, compute)?;
         Ok(self.device.synchronize(done)?)
     }
@@ -208,9 +210,7 @@ impl Engine {
                 }
             }
             let pipeline = inner.pipeline.clone().ok_or(Error::Device(DeviceError::ZeroSize { what: "the ring" }))?;
-            if inner.powers.is_none() {
-                inner.powers = Some(Powers::new(&self.pool)?);
-            }
+            made_once(&mut inner.powers, || Powers::new(&self.pool))?;
             let state = HostState::new(&self.pool, Arc::new(plan))?;
             inner.stores.push(StreamedAdamW::from_parts(state, pipeline));
             Ok(inner.stores.len() - 1)
@@ -271,7 +271,7 @@ impl Engine {
             pipeline.begin()?;
             let outcome =
                 stores.iter().zip(&bound).try_for_each(|(store, bindings)| store.run(bindings, &inputs, &compute));
-            let on_host = stores.iter().any(|store| store.plan().tensors().iter().any(|tensor| tensor.on_host));
+            let on_host = stores.iter().any(|store| store.plan().buckets().iter().any(|bucket| bucket.on_host));
             // Also after a failure: torch may free the memory as soon as this returns.
             let ended = if self.is_cpu() || on_host {
                 let drained = pipeline.drain();
@@ -301,11 +301,8 @@ impl Engine {
             let mut guarded = self.open_inner()?;
             let compute = self.compute(&mut guarded, stream)?;
             let keeper: Keeper = Arc::new(());
-            if guarded.powers.is_none() {
-                guarded.powers = Some(Powers::new(&self.pool)?);
-            }
             let Inner { powers, finished, .. } = &mut *guarded;
-            let Some(powers) = powers else { return Ok(()) };
+            let powers = made_once(powers, || Powers::new(&self.pool))?;
             let mut sets = Sets::default();
             let mut segments = Vec::with_capacity(elements.len());
             for (i, &n) in elements.iter().enumerate() {
@@ -347,7 +344,8 @@ impl Engine {
         guard::run(py, || self.lock().pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain()))
     }
 
-    /// The last step in numbers, once its stores have ended: chunks, fetch_bytes, store_bytes, fetch_ns, update_ns, store_ns, stalls, stall_ns.
+    /// The last step in numbers, once its stores have ended: chunks, fetch_bytes, store_bytes, fetch_ns, update_ns,
+    /// store_ns, stalls, stall_ns.
     fn stats(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
         guard::run(py, || {
             let inner = self.lock();
@@ -370,8 +368,7 @@ impl Engine {
 
     /// Allocations, slabs, streams and events made on the device so far; constant from the second step on.
     fn resources_made(&self) -> u64 {
-        let made = self.device.counters();
-        made.allocations + made.pins + made.streams + made.events
+        self.device.counters().total()
     }
 
     /// Let go of ring and state. Buffers that are still held keep their slab.

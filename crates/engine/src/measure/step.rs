@@ -202,7 +202,7 @@ pub fn bench_step(device: &SharedDevice, options: &StepBenchOptions, progress: &
     let hyper = AdamWHyper::default();
     let (mut times, mut calls) = (Vec::new(), Vec::new());
     let idle = device.event()?;
-    let mut made_before = device.counters();
+    let mut made_before = device.counters().total();
     for t in 1..=steps + 1 {
         workload.new_gradients(&compute, t)?;
         finish_with(&**device, &compute, &idle)?;
@@ -212,7 +212,7 @@ pub fn bench_step(device: &SharedDevice, options: &StepBenchOptions, progress: &
         let call = start.elapsed().as_secs_f64();
         streamed.synchronize()?;
         if t == 1 {
-            made_before = device.counters();
+            made_before = device.counters().total();
         } else {
             times.push(start.elapsed().as_secs_f64());
             calls.push(call);
@@ -222,7 +222,7 @@ pub fn bench_step(device: &SharedDevice, options: &StepBenchOptions, progress: &
         }
         progress.advance();
     }
-    let made = device.counters();
+    let made = device.counters().total();
     let last_step = streamed.synchronize()?;
 
     let exactness = match &resident {
@@ -281,8 +281,7 @@ pub fn bench_step(device: &SharedDevice, options: &StepBenchOptions, progress: &
         pinned_bytes: pin.bytes,
         pin_gib_per_s: pin.bytes as f64 / f64::from(1 << 30) / ((pin.fault_ns + pin.register_ns) as f64 / 1e9),
         pin_huge_pages: pin.huge_pages,
-        resources_made_in_steps: (made.allocations + made.pins + made.streams + made.events)
-            - (made_before.allocations + made_before.pins + made_before.streams + made_before.events),
+        resources_made_in_steps: made - made_before,
         last_step,
         exactness,
         cut_exactness,

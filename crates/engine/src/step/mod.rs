@@ -6,7 +6,7 @@ mod state;
 use std::sync::Arc;
 
 use forebay_device::arith::AdamWScalars;
-use forebay_device::{AdamW, AdamWSegment, Dtype, Kernel, Region, Stream};
+use forebay_device::{AdamW, AdamWSegment, Dtype, Kernel, Region, SharedDevice, Stream};
 
 pub use powers::Powers;
 pub use state::HostState;
@@ -39,6 +39,13 @@ pub struct StepInputs<'a> {
     pub grad_scale: Option<Region>,
     /// An f32 on the device; where it is not zero, nothing changes.
     pub skip: Option<Region>,
+}
+
+/// The f32 values in a region of host memory that nobody is writing.
+fn read_f32(device: &SharedDevice, region: &Region) -> Result<Vec<f32>> {
+    let mut bytes = vec![0; region.bytes() as usize];
+    device.read(region, &mut bytes)?;
+    Ok(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
 }
 
 /// Copies of one stage: regions of the host, and the offset and length of each in the slot.

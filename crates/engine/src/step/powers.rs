@@ -58,8 +58,6 @@ impl Powers {
         self.device.copy(&self.stream, &self.scratch.all(), &landing)?;
         self.device.record(&self.done, &self.stream)?;
         self.device.synchronize(&self.done)?;
-        let mut bytes = vec![0; (BLOCK * STATE_BYTES) as usize];
-        self.device.read(&landing, &mut bytes)?;
-        Ok(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
+        super::read_f32(&self.device, &landing)
     }
 }

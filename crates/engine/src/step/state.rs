@@ -67,9 +67,7 @@ impl HostState {
 
     /// Steps taken by each tensor.
     pub fn steps(&self) -> Result<Vec<f32>> {
-        let mut bytes = vec![0; self.plan.tensors().len() * STATE_BYTES as usize];
-        self.device.read(&self.step_counters()?, &mut bytes)?;
-        Ok(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
+        super::read_f32(&self.device, &self.step_counters()?)
     }
 
     /// Sets the counters. Only the host touches them, so this needs no wait.
