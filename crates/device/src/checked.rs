@@ -13,7 +13,7 @@ use std::collections::HashMap;
 use std::fmt::Write as _;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::device::{Counters, Device, Info, Memory, SharedDevice};
+use crate::device::{Counters, Device, Entered, Info, Memory, SharedDevice};
 use crate::error::{Error, Result};
 use crate::kernel::Kernel;
 use crate::memory::{Buffer, Region, Slab, SlabLayout};
@@ -157,6 +157,9 @@ impl Device for Checked {
     }
     fn counters(&self) -> Counters {
         self.inner.counters()
+    }
+    fn enter(&self) -> Result<Entered> {
+        self.inner.enter()
     }
     fn alloc(&self, bytes: u64) -> Result<Buffer> {
         self.inner.alloc(bytes)

@@ -1,5 +1,6 @@
 //! The contract: what every backend can do.
 
+use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
 
@@ -88,6 +89,11 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// Runs a kernel on a stream.
     fn launch(&self, stream: &Stream, kernel: &Kernel<'_>) -> Result<()>;
 
+    /// Readies the calling thread for many calls in a row; until the guard goes, each of them costs less.
+    fn enter(&self) -> Result<Entered> {
+        Ok(Entered::default())
+    }
+
     /// Reads host memory on the calling thread, now. The caller has waited for the work that writes it.
     fn read(&self, from: &Region, into: &mut [u8]) -> Result<()>;
 
@@ -149,6 +155,18 @@ impl Counters {
     /// All of them together: what a steady state leaves unchanged.
     pub fn total(&self) -> u64 {
         self.allocations + self.pins + self.streams + self.events
+    }
+}
+
+/// A thread's readiness for calls to one device; it ends when this goes, on the thread that entered.
+#[derive(Default)]
+pub struct Entered {
+    _guard: Option<Box<dyn Any>>,
+}
+
+impl Entered {
+    pub(crate) fn holding(guard: impl Any) -> Self {
+        Self { _guard: Some(Box::new(guard)) }
     }
 }
 

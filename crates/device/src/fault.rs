@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::device::{Counters, Device, Info, Memory, SharedDevice};
+use crate::device::{Counters, Device, Entered, Info, Memory, SharedDevice};
 use crate::error::{Error, Result};
 use crate::kernel::Kernel;
 use crate::memory::{Buffer, Region, Slab, SlabLayout};
@@ -131,6 +131,9 @@ impl Device for Fault {
     }
     fn counters(&self) -> Counters {
         self.inner.counters()
+    }
+    fn enter(&self) -> Result<Entered> {
+        self.inner.enter()
     }
     fn alloc(&self, bytes: u64) -> Result<Buffer> {
         self.misbehave(Call::Alloc, None)?;

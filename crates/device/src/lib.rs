@@ -52,7 +52,7 @@ use std::sync::Arc;
 pub use checked::Checked;
 pub use cpu::{CpuDevice, CpuOptions, LinkOptions};
 pub use cuda::{CudaDevice, CudaOptions};
-pub use device::{Backend, Counters, Device, Info, Memory, SharedDevice};
+pub use device::{Backend, Counters, Device, Entered, Info, Memory, SharedDevice};
 pub use error::{Error, Result};
 #[cfg(feature = "testing")]
 pub use fault::Fault;

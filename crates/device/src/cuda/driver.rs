@@ -1,5 +1,6 @@
 //! The driver: found at run time, asked politely, its answers turned into typed errors.
 
+use std::cell::Cell;
 use std::ffi::CStr;
 use std::sync::{Arc, OnceLock};
 
@@ -92,6 +93,11 @@ fn error(call: &'static str, answer: sys::CUresult) -> Error {
     Error::Driver { call, code: answer as u32, name, text }
 }
 
+thread_local! {
+    /// The context that this thread has entered and is bound to; 0 for none.
+    static ENTERED: Cell<usize> = const { Cell::new(0) };
+}
+
 /// A device's primary context, the one torch uses too.
 #[derive(Debug)]
 pub(crate) struct Context {
@@ -136,7 +142,10 @@ impl Context {
 
     /// Makes the context current on this thread until the guard goes, and lets the thread make calls that would
     /// otherwise break a graph capture in progress on another one.
-    pub(crate) fn bind(&self) -> Result<Bound> {
+    pub(crate) fn bind(&self) -> Result<Option<Bound>> {
+        if ENTERED.get() == self.raw as usize {
+            return Ok(None);
+        }
         self.not_forked()?;
         let mut previous = std::ptr::null_mut();
         let mut mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
@@ -148,7 +157,13 @@ impl Context {
             }
             check("cuThreadExchangeStreamCaptureMode", sys::cuThreadExchangeStreamCaptureMode(&mut mode))?;
         }
-        Ok(Bound { previous: (previous != self.raw).then_some(previous), mode })
+        Ok(Some(Bound { previous: (previous != self.raw).then_some(previous), mode }))
+    }
+
+    /// Binds once for many calls of this thread.
+    pub(crate) fn enter(&self) -> Result<Scope> {
+        let bound = self.bind()?;
+        Ok(Scope { outer: ENTERED.replace(self.raw as usize), _bound: bound })
     }
 
     /// Binds and makes one call.
@@ -176,6 +191,18 @@ impl Drop for Context {
             // SAFETY: retained once in `open`.
             let _ = unsafe { result::primary_ctx::release(self.device) };
         }
+    }
+}
+
+/// A thread's stay in a context; see [`Context::enter`].
+pub(crate) struct Scope {
+    outer: usize,
+    _bound: Option<Bound>,
+}
+
+impl Drop for Scope {
+    fn drop(&mut self) {
+        ENTERED.set(self.outer);
     }
 }
 

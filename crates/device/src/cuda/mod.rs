@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use cudarc::driver::sys;
 
 use crate::cpu::threads;
-use crate::device::{Backend, Counters, Device, Info, Memory, check_copy};
+use crate::device::{Backend, Counters, Device, Entered, Info, Memory, check_copy};
 use crate::error::{Error, Result};
 use crate::kernel::Kernel;
 use crate::ledger::Ledger;
@@ -257,6 +257,10 @@ impl Device for CudaDevice {
         let raw = self.raw_stream(stream)?;
         let _bound = self.context.bind()?;
         self.kernels.launch(raw, kernel)
+    }
+
+    fn enter(&self) -> Result<Entered> {
+        Ok(Entered::holding(self.context.enter()?))
     }
 
     // Slabs are not mapped in a forked child.

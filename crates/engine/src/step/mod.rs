@@ -114,6 +114,7 @@ impl StreamedAdamW {
 
     /// The inner loop of [`Self::step`], for several states in one run: check them all, begin, run each.
     pub fn run(&self, tensors: &[Binding], inputs: &StepInputs<'_>, compute: &Stream) -> Result<()> {
+        let _entered = self.pipeline.device().enter()?;
         for (index, chunk) in self.plan.chunks().iter().enumerate() {
             let segments = self.plan.segments(chunk);
             let payload_bytes = self.payload_bytes(chunk, segments, tensors);
