@@ -39,6 +39,8 @@ mod device;
 mod error;
 #[cfg(feature = "testing")]
 pub mod fault;
+#[allow(unsafe_code, reason = "system calls take addresses")]
+pub mod file;
 pub mod kernel;
 mod ledger;
 mod memory;
