@@ -349,7 +349,7 @@ mod tests {
     }
 
     fn cases() -> u32 {
-        std::env::var("FOREBAY_FUZZ_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(20_000)
+        std::env::var("FOREBAY_FUZZ_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(500_000)
     }
 
     proptest! {
