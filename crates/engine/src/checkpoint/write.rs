@@ -16,7 +16,7 @@ use serde_json::{Map, Value, json};
 
 use super::folder::sync_folder;
 use super::manifest::FileRecord;
-use super::{BLOCK_BYTES, file_error, refuse};
+use super::{BLOCK_BYTES, CACHED_BYTES, file_error, refuse};
 use crate::error::Result;
 
 /// A file is worth a thread from this size on.
@@ -260,8 +260,13 @@ fn write_file(
                 };
                 staging.bring(&part)?
             };
-            file::visit(&part, |bytes| sum.update(bytes)).map_err(fail)?;
-            file::write_at(&out, from, &part).map_err(fail)?;
+            let mut done = 0;
+            while done < part.bytes() {
+                let piece = part.slice(done, (part.bytes() - done).min(CACHED_BYTES))?;
+                file::visit(&piece, |bytes| sum.update(bytes)).map_err(fail)?;
+                file::write_at(&out, from + done, &piece).map_err(fail)?;
+                done += piece.bytes();
+            }
             if finish > end {
                 break;
             }
