@@ -6,7 +6,7 @@ from _typeshed import Incomplete, SupportsGetItem, SupportsLenAndGetItem
 from os import PathLike
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["CHECKPOINT_BLOCK_BYTES", "Checkpoint", "Engine", "HostView", "Moved", "Saving", "_errors_for_test", "_gil_is_released_for_test", "_panic_for_test", "backends", "bench_step", "probe", "version", "write_checkpoint"]
+__all__ = ["CHECKPOINT_BLOCK_BYTES", "Checkpoint", "Engine", "HostCopies", "HostView", "Moved", "Saving", "Snapshot", "_errors_for_test", "_gil_is_released_for_test", "_panic_for_test", "backends", "bench_step", "host_memory", "probe", "version", "write_checkpoint"]
 
 CHECKPOINT_BLOCK_BYTES: Final[int]
 """
@@ -60,6 +60,10 @@ class Engine:
         """
         Pinned bytes of this optimizer's state.
         """
+    def protect_all(self, /) -> None:
+        """
+        Return when the host may write into the state, as far as a save under way is concerned.
+        """
     def resources_made(self, /) -> int:
         """
         Allocations, slabs, streams and events made on the device so far; constant from the second step on.
@@ -71,6 +75,10 @@ class Engine:
     def settle(self, /, store: SupportsIndex, tensor: SupportsIndex) -> None:
         """
         Block until a tensor's stores have ended; others go on.
+        """
+    def snapshot(self, /, budget_bytes: SupportsIndex) -> Snapshot:
+        """
+        Begin a snapshot of all state that is in pinned memory; copies of it take so many bytes at most.
         """
     def stats(self, /) -> list[int]:
         """
@@ -93,6 +101,18 @@ class Engine:
     def view(self, /, store: SupportsIndex, tensor: SupportsIndex, kind: str) -> HostView | None:
         """
         A tensor's state of one kind, or its step counter, as a buffer. An absent kind gives nothing.
+        """
+
+@final
+class HostCopies:
+    """
+    Copies of device memory in one pinned slab that is used again.
+    """
+    def __new__(cls, /, device: str) -> HostCopies: ...
+    def fill(self, /, addresses: SupportsGetItem[int, SupportsIndex], bytes: SupportsGetItem[int, SupportsIndex], stream: SupportsIndex) -> list[HostView]:
+        """
+        Copy ranges of device memory to the host, behind what a stream has been given so far, and wait for them. The
+        buffers of the call before must be out of use.
         """
 
 @final
@@ -138,6 +158,28 @@ class Saving:
         The subfolder.
         """
 
+@final
+class Snapshot:
+    """
+    State of one moment, kept while an optimizer goes on.
+    """
+    def copy_ahead(self, /, threads: SupportsIndex, bytes_per_s: SupportsFloat | SupportsIndex | None) -> None:
+        """
+        Copy aside in the background what the next step will change, with threads that give way.
+        """
+    def finish(self, /) -> None:
+        """
+        Keep nothing any longer.
+        """
+    def is_safe(self, /) -> bool:
+        """
+        Whether a step would neither copy nor wait.
+        """
+    def stats(self, /) -> tuple[int, int, int, int]:
+        """
+        Bytes copied aside, bytes of memory taken for that, how often a step waited, and how long in nanoseconds.
+        """
+
 def _errors_for_test() -> list[tuple[str, Any]]:
     """
     Every error of the engine by the name of its variant, with the exception that it becomes.
@@ -165,6 +207,11 @@ def bench_step(device: str | None, params: SupportsIndex, slots: SupportsIndex, 
     Run the streamed step over synthetic parameters; JSON text.
     """
 
+def host_memory() -> tuple[int, int]:
+    """
+    Bytes of host memory that this process may use in all, and that are available now.
+    """
+
 def probe(device: str | None = None) -> str:
     """
     Measure a device, by default the first GPU; JSON text.
@@ -175,7 +222,7 @@ def version() -> str:
     The version of the extension module, which is the version of the package.
     """
 
-def write_checkpoint(folder: str | PathLike[str], prefix: str, entries: Incomplete, device: str | None, stream: SupportsIndex, threads: SupportsIndex | None, moved: Moved) -> list[tuple[str, int, list[int], list[tuple[int, int, int]]]]:
+def write_checkpoint(folder: str | PathLike[str], prefix: str, entries: Incomplete, device: str | None, stream: SupportsIndex, threads: SupportsIndex | None, moved: Moved, manner: Incomplete) -> list[tuple[str, int, list[int], list[tuple[int, int, int]]]]:
     """
     Write entries into files of a folder, and sync them.
     """

@@ -7,7 +7,7 @@ import io
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -37,6 +37,9 @@ from forebay._torch import local, stream_handle
 from forebay._values import decode, encode
 from forebay.errors import CheckpointError, Error, OptionError
 from forebay.optim import AdamW
+
+if TYPE_CHECKING:
+    from forebay._snapshot import Snapshot
 
 StrPath = str | os.PathLike[str]
 
@@ -118,6 +121,10 @@ class Writer(StorageWriter):
         self.keep_last = keep_last
         self.threads = threads
         self.progress = progress
+        # For saves beside training: the snapshot, how fast to write at most, and the bytes written so far.
+        self.snapshot: Snapshot | None = None
+        self.bytes_per_s: float | None = None
+        self.moved: _core.Moved | None = None
         self._saving: _core.Saving | None = None
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
@@ -159,7 +166,7 @@ class Writer(StorageWriter):
             for item in plan.items
             if item.type == WriteItemType.BYTE_IO
         ]
-        stored, files = self._write_tensors(place, tensors, planner) if tensors else ([], ())
+        stored, files = self._write_all(place, tensors, planner)
         for item, tensor in zip(tensors, stored, strict=True):
             results.append(WriteResult(item.index, tensor["end"] - tensor["begin"], _Stored(tensor=tensor)))
         if files:
@@ -170,8 +177,27 @@ class Writer(StorageWriter):
         future.set_result(results)
         return future
 
-    def _write_tensors(
+    def _write_all(
         self, place: _Place, items: list[WriteItem], planner: SavePlanner
+    ) -> tuple[list[dict[str, Any]], tuple[dict[str, Any], ...]]:
+        live = {local(tensor).data_ptr() for tensor in self.snapshot.live} if self.snapshot else set()
+        # Memory that could not be copied comes first: a step waits for it.
+        first = [item for item in items if live and _address(planner, item) in live]
+        kept = {id(item) for item in first}
+        rest = [item for item in items if id(item) not in kept]
+        stored: dict[int, dict[str, Any]] = {}
+        files: tuple[dict[str, Any], ...] = ()
+        for part, prefix, is_last in ((first, f"{place.prefix}first-", False), (rest, place.prefix, True)):
+            if part:
+                where, written = self._write_tensors(_Place(place.folder, prefix), part, planner, is_last)
+                stored |= {id(item): at for item, at in zip(part, where, strict=True)}
+                files += written
+            if self.snapshot is not None:
+                self.snapshot.live_written.set()
+        return [stored[id(item)] for item in items], files
+
+    def _write_tensors(
+        self, place: _Place, items: list[WriteItem], planner: SavePlanner, is_last: bool
     ) -> tuple[list[dict[str, Any]], tuple[dict[str, Any], ...]]:
         entries: dict[str, list[Any]] = {key: [] for key in ("name", "dtype", "shape", "address", "on_device")}
         held = []
@@ -194,8 +220,17 @@ class Writer(StorageWriter):
         total = sum(data.nbytes for data in held)
         device = None if gpu is None else f"cuda:{gpu.index or 0}"
         stream = 0 if gpu is None else stream_handle(gpu)
-        with bar(f"saving {self.path.name}", total, shown=self.progress) as moved:
-            written = _core.write_checkpoint(place.folder, place.prefix, entries, device, stream, self.threads, moved)
+        manner = {
+            "snapshots": self.snapshot.kept if self.snapshot is not None and is_last else [],
+            "bytes_per_s": self.bytes_per_s,
+            "gives_way": self.snapshot is not None,
+        }
+        shown = False if self.snapshot is not None else self.progress
+        with bar(f"saving {self.path.name}", total, shown=shown) as counted:
+            moved = self.moved or counted
+            written = _core.write_checkpoint(
+                place.folder, place.prefix, entries, device, stream, self.threads, moved, manner
+            )
         files: list[dict[str, Any]] = []
         stored: list[dict[str, Any]] = [{} for _ in items]
         for name, length, blocks, inside in written:
@@ -244,6 +279,11 @@ class Writer(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
         """Whether this is a path in a file system."""
         return "://" not in os.fspath(checkpoint_id)
+
+
+def _address(planner: SavePlanner, item: WriteItem) -> int:
+    data: Any = planner.resolve_data(item)
+    return int(local(data).data_ptr())
 
 
 def _look_up(planner: SavePlanner, item: WriteItem) -> Any:

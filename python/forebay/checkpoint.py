@@ -7,15 +7,17 @@ the collectives stay DCP's; bytes go between memory and files in Rust, without a
 
 from __future__ import annotations
 
+import os
 import warnings
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -25,8 +27,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.utils import _DistWrapper
 
+from forebay import _core
+from forebay._snapshot import Handle, Snapshot
 from forebay._storage import Reader, StrPath, Writer
 from forebay._torch import local
 from forebay.errors import CheckpointError, Error, OptionError
@@ -36,7 +40,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
-__all__ = ["Reader", "Writer", "load", "save"]
+    from torch.distributed.checkpoint.planner import SavePlan
+    from torch.distributed.checkpoint.storage import WriteResult
+
+__all__ = ["Handle", "Reader", "Writer", "async_save", "load", "save"]
 
 
 def save(
@@ -72,12 +79,119 @@ def save(
     state = _state(model, optimizers)
     if extra is not None:
         state["extra"] = dict(extra)
-    writer = Writer(path, keep_last=keep_last)
+    _wait_for_earlier("wait")
+    _write(state, Writer(path, keep_last=keep_last), process_group)
+
+
+def _write(state: dict[str, Any], writer: Writer, process_group: Any) -> None:
+    """Plan, write and commit, as ``dcp.save`` does: without its warning that one process is one process."""
+    planner = DefaultSavePlanner()
+    ranks = _DistWrapper(process_group, dist.is_available() and dist.is_initialized(), 0)
+    metadata: Metadata | None = None
+
+    def plan() -> SavePlan:
+        planner.set_up_planner(state, storage_meta=writer.storage_meta(), is_coordinator=ranks.is_coordinator)
+        writer.set_up_storage_writer(ranks.is_coordinator)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def plan_all(plans: list[SavePlan]) -> list[SavePlan]:
+        nonlocal metadata
+        plans, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(plans)
+
+    def write() -> list[WriteResult]:
+        return writer.write_data(planner.finish_plan(mine), planner).wait()
+
+    def commit(results: list[list[WriteResult]]) -> None:
+        assert metadata is not None
+        writer.finish(metadata, results)
+
     try:
-        with _plain_errors("save"), _quietly():
-            dcp_save(state, storage_writer=writer, process_group=process_group)
+        with _plain_errors("save"):
+            mine = ranks.reduce_scatter("plan", plan, plan_all)
+            ranks.all_reduce("write", write, commit)
     finally:
         writer.abandon()
+
+
+_earlier: list[Handle] = []
+_group: list[Any] = []
+
+
+def async_save(
+    path: StrPath,
+    model: torch.nn.Module | None,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    keep_last: int | None = None,
+    snapshot_budget_bytes: int | None = None,
+    write_gbps: float | None = None,
+    when_busy: str = "wait",
+) -> Handle:
+    """Save as ``save`` does, of the state at this moment, while training goes on. All ranks call it.
+
+    State of ``forebay.AdamW`` in pinned memory is written from where it lies. Pages of it that a later step comes to
+    before they are written are copied aside; beyond the budget that step waits. Everything else is copied before this
+    returns. Do not write into ``optimizer.state`` by hand before the save is complete; steps and loads are safe.
+
+    Parameters
+    ----------
+    path, model, optimizer, extra, keep_last
+        As in ``save``.
+    snapshot_budget_bytes
+        The most host memory that copies may take; by default as much as they need, of what is available.
+    write_gbps
+        Write no faster than this on each rank; by default as fast as the disk takes it.
+    when_busy
+        What to do while an earlier save is under way: ``"wait"`` for it, or ``"refuse"``.
+    """
+    if when_busy not in ("wait", "refuse"):
+        raise OptionError(f"invalid when_busy: {when_busy!r}; use 'wait' or 'refuse'")
+    if snapshot_budget_bytes is not None and (type(snapshot_budget_bytes) is not int or snapshot_budget_bytes < 0):
+        raise OptionError(f"invalid snapshot_budget_bytes: {snapshot_budget_bytes!r}; use 0 or more, or None")
+    if write_gbps is not None and not write_gbps > 0:
+        raise OptionError(f"invalid write_gbps: {write_gbps!r}; use a positive number, or None")
+    optimizers = _optimizers(optimizer)
+    for one in optimizers:
+        if isinstance(one, AdamW):
+            one.check_trusted("saved")
+    writer = Writer(path, keep_last=keep_last)
+    _wait_for_earlier(when_busy)
+    state = _state(model, optimizers)
+    if extra is not None:
+        state["extra"] = dict(extra)
+    group = _background_group()
+    snapshot = Snapshot(state, optimizers, snapshot_budget_bytes)
+    writer.snapshot, writer.moved = snapshot, _core.Moved()
+    writer.bytes_per_s = None if write_gbps is None else write_gbps * 1e9
+    leaves, _ = flatten_state_dict(snapshot.state)
+    total = sum(local(value).nbytes for value in leaves.values() if isinstance(value, torch.Tensor))
+    snapshot.copy_ahead(max(min((os.cpu_count() or 2) // 2, 8), 1), None)
+    handle = Handle(snapshot, lambda: _write(snapshot.state, writer, group), total, writer.moved)
+    _earlier[:] = [handle]
+    return handle
+
+
+def _wait_for_earlier(when_busy: str) -> None:
+    """Wait for a save under way, or refuse; raise what went wrong with one that nobody asked for its result."""
+    for handle in _earlier:
+        if not handle.done() and when_busy == "refuse":
+            raise CheckpointError(
+                f"an earlier save is under way: {handle.progress()}; wait for its result(), or use when_busy='wait'"
+            )
+        handle._done.wait()
+        _earlier.clear()
+        handle.raise_untold()
+
+
+def _background_group() -> Any:
+    """Return a process group that only saves in the background use: training's own must not be shared with a thread."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    if not _group or _group[0][0] is not dist.group.WORLD:
+        _group[:] = [(dist.group.WORLD, dist.new_group(backend="gloo"))]
+    return _group[0][1]
 
 
 def load(

@@ -484,6 +484,11 @@ class AdamW(torch.optim.Optimizer):
                     del self._fresh[id(fresh)]
                     follow_weight(local(dict.__getitem__(self.state, fresh)["master_param"]), local(fresh).detach())
 
+    def _protect(self) -> None:
+        """Wait until state may be written here, as far as a save under way is concerned."""
+        if self._engine is not None and not self._closed:
+            self._engine.protect_all()
+
     def synchronize(self) -> None:
         """Wait until every store of the last step has ended."""
         self._settle(None)
@@ -495,6 +500,7 @@ class AdamW(torch.optim.Optimizer):
         The step does the same by itself; this is for those who read ``master_param`` before it.
         """
         self.synchronize()
+        self._protect()
         for group in self.param_groups:
             for parameter in group["params"]:
                 master = dict.get(self.state, parameter, {}).get("master_param")

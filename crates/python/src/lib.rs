@@ -22,9 +22,9 @@ mod _core {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use crate::checkpoint::{Checkpoint, Moved, Saving, write_checkpoint};
+    use crate::checkpoint::{Checkpoint, HostCopies, Moved, Saving, Snapshot, write_checkpoint};
     #[pymodule_export]
-    use crate::measure::{backends, bench_step, probe};
+    use crate::measure::{backends, bench_step, host_memory, probe};
     #[pymodule_export]
     use crate::optimizer::Engine;
     #[pymodule_export]

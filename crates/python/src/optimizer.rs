@@ -15,6 +15,7 @@ use forebay::step::{Binding, HostState, Powers, StepInputs, StreamedAdamW};
 use forebay::{Error, Result};
 use pyo3::prelude::*;
 
+use crate::checkpoint::Snapshot;
 use crate::guard;
 use crate::torch::{self, HostView, Keeper};
 
@@ -342,6 +343,30 @@ impl Engine {
     /// Block until every store has ended.
     fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
         guard::run(py, || self.lock().pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain()))
+    }
+
+    /// Begin a snapshot of all state that is in pinned memory; copies of it take so many bytes at most.
+    fn snapshot(&self, py: Python<'_>, budget_bytes: u64) -> PyResult<Snapshot> {
+        guard::run(py, || {
+            let inner = self.open_inner()?;
+            inner.pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain())?;
+            let (mut arenas, mut next) = (Vec::new(), Vec::new());
+            for store in &inner.stores {
+                // An earlier one must have ended: only one is kept in mind.
+                store.state().protect_all()?;
+                let (these, order) = store.state().extent()?;
+                arenas.extend(these);
+                next.extend(order);
+            }
+            let snapshot = Arc::new(forebay::checkpoint::Snapshot::new(arenas, &next, budget_bytes));
+            inner.stores.iter().for_each(|store| store.state().keep(&snapshot));
+            Ok(Snapshot { inner: snapshot })
+        })
+    }
+
+    /// Return when the host may write into the state, as far as a save under way is concerned.
+    fn protect_all(&self, py: Python<'_>) -> PyResult<()> {
+        guard::run(py, || self.lock().stores.iter().try_for_each(|store| store.state().protect_all()))
     }
 
     /// The last step in numbers, once its stores have ended: chunks, fetch_bytes, store_bytes, fetch_ns, update_ns,

@@ -9,13 +9,14 @@ use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use forebay_device::{Event, Region, SharedDevice, SlabLayout, Stream, file};
 use serde_json::{Map, Value, json};
 
 use super::folder::sync_folder;
 use super::manifest::FileRecord;
+use super::snapshot::{Pace, Snapshot};
 use super::{BLOCK_BYTES, CACHED_BYTES, file_error, refuse};
 use crate::error::Result;
 
@@ -50,6 +51,12 @@ pub struct WriteOptions {
     pub threads: usize,
     /// Bytes that one checksum covers.
     pub block_bytes: u64,
+    /// Snapshots through which entries are read that are part of one.
+    pub snapshots: Vec<Arc<Snapshot>>,
+    /// Bytes a second at most, all threads together.
+    pub bytes_per_s: Option<f64>,
+    /// Whether the threads give way to others.
+    pub gives_way: bool,
     /// The device of entries that are not on the host, and the stream after whose present work they may be read.
     pub device: Option<(SharedDevice, Stream)>,
 }
@@ -57,7 +64,14 @@ pub struct WriteOptions {
 impl Default for WriteOptions {
     fn default() -> Self {
         let cores = std::thread::available_parallelism().map_or(2, usize::from);
-        Self { threads: cores.min(8), block_bytes: BLOCK_BYTES, device: None }
+        Self {
+            threads: cores.min(8),
+            block_bytes: BLOCK_BYTES,
+            snapshots: Vec::new(),
+            bytes_per_s: None,
+            gives_way: false,
+            device: None,
+        }
     }
 }
 
@@ -97,9 +111,15 @@ pub fn write_files(
             Some(event)
         }
     };
+    let on_host: Vec<Region> =
+        entries.iter().filter_map(|entry| entry.data.clone()).filter(|region| region.place().is_host()).collect();
+    options.snapshots.iter().for_each(|snapshot| snapshot.plan(&on_host));
     let next = AtomicUsize::new(0);
     let (done, failed) = (Mutex::new(Vec::new()), Mutex::new(None));
     let work = || -> Result<()> {
+        if options.gives_way {
+            file::give_way();
+        }
         let mut staging = None;
         while let Some(plan) = plans.get(next.fetch_add(1, Relaxed)) {
             if failed.lock().unwrap_or_else(PoisonError::into_inner).is_some() {
@@ -231,6 +251,7 @@ fn write_file(
     let out = OpenOptions::new().write(true).create_new(true).open(path).map_err(fail)?;
     let mut blocks = Vec::with_capacity(plan.bytes.div_ceil(options.block_bytes) as usize);
     let mut places = plan.entries.iter().filter(|(_, begin, end)| begin < end).peekable();
+    let mut pace = Pace::new(options.bytes_per_s.map(|rate| rate / options.threads.max(1) as f64));
     let mut start = 0;
     while start < plan.bytes {
         let end = (start + options.block_bytes).min(plan.bytes);
@@ -261,11 +282,20 @@ fn write_file(
                 staging.bring(&part)?
             };
             let mut done = 0;
-            while done < part.bytes() {
-                let piece = part.slice(done, (part.bytes() - done).min(CACHED_BYTES))?;
-                file::visit(&piece, |bytes| sum.update(bytes)).map_err(fail)?;
-                file::write_at(&out, from + done, &piece).map_err(fail)?;
-                done += piece.bytes();
+            let mut write = |part: &Region| -> Result<()> {
+                let mut start = 0;
+                while start < part.bytes() {
+                    let piece = part.slice(start, (part.bytes() - start).min(CACHED_BYTES))?;
+                    file::visit(&piece, |bytes| sum.update(bytes)).map_err(fail)?;
+                    file::write_at(&out, from + done, &piece).map_err(fail)?;
+                    pace.moved(piece.bytes());
+                    (start, done) = (start + piece.bytes(), done + piece.bytes());
+                }
+                Ok(())
+            };
+            match options.snapshots.iter().find(|snapshot| snapshot.covers(&part)) {
+                Some(snapshot) => snapshot.read(&part, &mut write)?,
+                None => write(&part)?,
             }
             if finish > end {
                 break;
