@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 WRITE_BYTES = 16 << 20
 
 
-def make(total_bytes: int, layers: int = 16) -> tuple[torch.nn.Module, forebay.AdamW]:
+def make(total_bytes: int, layers: int = 16, device: str = "cpu") -> tuple[torch.nn.Module, forebay.AdamW]:
     """Make a model and an optimizer whose weights and moments have so many bytes, with random contents."""
     side = int((total_bytes / 12 / layers) ** 0.5)
-    model = torch.nn.Sequential(*(torch.nn.Linear(side, side, bias=False) for _ in range(layers)))
+    layer = {"bias": False, "device": device}
+    model = torch.nn.Sequential(*(torch.nn.Linear(side, side, **layer) for _ in range(layers)))
     optimizer = forebay.AdamW(model.parameters())
     optimizer.prepare()
     scramble(optimizer)
@@ -146,6 +147,93 @@ def measure(total_bytes: int, rounds: int, base: Path) -> dict[str, Any]:
     return {"payload_bytes": payload, "rounds": rounds, "rows": rows}
 
 
+def measure_async(
+    total_bytes: int, device: str, budget_bytes: int | None, period_s: float, steps: int, base: Path
+) -> dict[str, Any]:
+    """Step at a fixed period, save in between, and see what the save costs the steps."""
+    model, optimizer = make(total_bytes, device=device)
+    state_bytes = sum(p.numel() for p in model.parameters()) * 8
+    for parameter in model.parameters():
+        parameter.grad = torch.empty_like(parameter).normal_()
+
+    def step() -> float:
+        if device != "cpu":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        optimizer.step()
+        optimizer.synchronize()
+        if device != "cpu":
+            torch.cuda.synchronize()
+        took = time.perf_counter() - start
+        time.sleep(max(period_s - took, 0.0))
+        return took
+
+    for _ in range(2):
+        step()
+    folder = base / "checkpoint"
+    # Once without being timed: the memory for the parameters' copies is pinned at the first save and kept.
+    checkpoint.async_save(folder, model, optimizer, keep_last=1, snapshot_budget_bytes=budget_bytes).result()
+    usual = [step() for _ in range(steps)]
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    start = time.perf_counter()
+    handle = checkpoint.async_save(folder, model, optimizer, keep_last=1, snapshot_budget_bytes=budget_bytes)
+    call_s = time.perf_counter() - start
+    time.sleep(max(period_s - call_s, 0.0))
+    during = []
+    while not handle.done():
+        during.append(step())
+    handle.result()
+    write_s = handle.seconds()
+    progress = handle.progress()
+    after_s = [step() for _ in range(2)]
+    payload = progress["total_bytes"]
+    rate = payload / write_s
+    remaining = max(payload - (payload if budget_bytes is None else budget_bytes), 0)
+    return {
+        "device": device,
+        "state_bytes": state_bytes,
+        "payload_bytes": payload,
+        "budget_bytes": budget_bytes,
+        "period_s": period_s,
+        "usual_s": usual,
+        "call_s": call_s,
+        "during_s": during,
+        "after_s": after_s,
+        "first_over_median": during[0] / statistics.median(usual) if during else None,
+        "write_s": write_s,
+        "write_gbps": rate / 1e9,
+        "stall_s": progress["stall_s"],
+        "stall_limit_s": remaining / rate,
+        "copied_bytes": progress["copied_bytes"],
+        "extra_bytes": max(status("VmHWM") - before, 0),
+    }
+
+
+def async_table(result: dict[str, Any]) -> str:
+    """Return a run of ``measure_async`` as text."""
+    usual = statistics.median(result["usual_s"])
+    budget = "none" if result["budget_bytes"] is None else f"{result['budget_bytes'] / 1e9:.1f} GB"
+    first = "no step came during the save"
+    if result["first_over_median"] is not None:
+        first = f"{result['during_s'][0]:.3f} s, {100 * (result['first_over_median'] - 1):+.1f} %"
+    state, payload = result["state_bytes"] / 1e9, result["payload_bytes"] / 1e9
+    limit = f"bytes beyond the budget over the write rate: {result['stall_limit_s']:.2f} s"
+    return "\n".join(
+        [
+            f"state {state:.1f} GB, written {payload:.1f} GB, budget {budget}",
+            f"  the call                 {result['call_s']:.3f} s",
+            f"  a step, as usual         {usual:.3f} s (median of {len(result['usual_s'])})",
+            f"  the step after the call  {first}",
+            f"  the save                 {result['write_s']:.1f} s, {result['write_gbps']:.2f} GB/s",
+            f"  steps waited             {result['stall_s']:.2f} s in all; {limit}",
+            f"  copied aside             {result['copied_bytes'] / 1e9:.2f} GB; the process grew by "
+            f"{result['extra_bytes'] / 2**20:.0f} MiB",
+        ]
+    )
+
+
 def ratio(rows: dict[str, list[dict[str, float]]], name: str, other: str) -> float:
     """Return how many times as fast one row is as another, the median over rounds."""
     return statistics.median(b["s"] / a["s"] for a, b in zip(rows[name], rows[other], strict=True))
@@ -170,8 +258,20 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=4.0, help="10^9 bytes of weights and moments")
     parser.add_argument("--rounds", type=int, default=3, help="repetitions of every row")
     parser.add_argument("--folder", type=Path, default=None, help="where to write; by default the temporary folder")
+    parser.add_argument("--async", dest="beside", action="store_true", help="save beside training instead")
+    parser.add_argument("--device", default="cpu", help="with --async: where the model is")
+    parser.add_argument("--budget-gb", type=float, default=None, help="with --async: for copies; by default no limit")
+    parser.add_argument("--period", type=float, default=2.0, help="with --async: seconds from step to step")
     parser.add_argument("--json", type=Path, default=None, help="write the figures to this file")
     options = parser.parse_args()
+    if options.beside:
+        budget = None if options.budget_gb is None else int(options.budget_gb * 1e9)
+        with tempfile.TemporaryDirectory(dir=options.folder) as base:
+            total = int(options.gb * 1e9)
+            result = measure_async(total, options.device, budget, options.period, 5, Path(base))
+        print(async_table(result))
+        write(result, options.json)
+        return
     with tempfile.TemporaryDirectory(dir=options.folder) as base:
         result = measure(int(options.gb * 1e9), options.rounds, Path(base))
     rows = result["rows"]
@@ -185,8 +285,13 @@ def main() -> None:
         ]
     }
     print(table(result))
-    if options.json is not None:
-        result["ratios"] = {f"{a} / {b}": value for (a, b), value in result["ratios"].items()}
+    result["ratios"] = {f"{a} / {b}": value for (a, b), value in result["ratios"].items()}
+    write(result, options.json)
+
+
+def write(result: dict[str, Any], path: Path | None) -> None:
+    """Write the figures to a file, with the machine and the commit."""
+    if path is not None:
         result["machine"] = {
             "cpus": os.cpu_count(),
             "system": platform.platform(),
@@ -195,8 +300,8 @@ def main() -> None:
         }
         command = ["git", "rev-parse", "--short=12", "HEAD"]
         result["commit"] = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"wrote {options.json}")
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"wrote {path}")
 
 
 if __name__ == "__main__":

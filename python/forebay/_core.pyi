@@ -165,7 +165,7 @@ class Snapshot:
     """
     def copy_ahead(self, /, threads: SupportsIndex, bytes_per_s: SupportsFloat | SupportsIndex | None) -> None:
         """
-        Copy aside in the background what the next step will change, with threads that give way.
+        Copy aside in the background what the next step will change.
         """
     def finish(self, /) -> None:
         """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -192,6 +193,8 @@ class Handle:
         self._told = False
         self._stats: dict[str, float | int] = {}
         self._done = threading.Event()
+        self._start = time.perf_counter()
+        self._end: float | None = None
 
         def run() -> None:
             try:
@@ -200,6 +203,7 @@ class Handle:
                 self._error = error
             finally:
                 self._stats = snapshot.stats()
+                self._end = time.perf_counter()
                 snapshot.finish()
                 self._done.set()
 
@@ -210,6 +214,10 @@ class Handle:
     def done(self) -> bool:
         """Whether the save has ended, well or not."""
         return self._done.is_set()
+
+    def seconds(self) -> float:
+        """Return how long the save has taken so far, or took in all."""
+        return (self._end or time.perf_counter()) - self._start
 
     def result(self, timeout: float | None = None) -> None:
         """Wait until the checkpoint is complete; raise what went wrong.

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use forebay::checkpoint::{self, Entry, Extent, Manifest, Request, SnapshotStats, WriteOptions, element_bytes};
-use forebay::device::{Place, SharedDevice, Slab, SlabLayout, file, open};
+use forebay::device::{Place, SharedDevice, Slab, SlabLayout, open};
 use forebay::{Error, Result};
 use pyo3::prelude::*;
 
@@ -117,13 +117,13 @@ pub(crate) struct Snapshot {
 
 #[pymethods]
 impl Snapshot {
-    /// Copy aside in the background what the next step will change, with threads that give way.
+    /// Copy aside in the background what the next step will change.
     fn copy_ahead(&self, py: Python<'_>, threads: usize, bytes_per_s: Option<f64>) -> PyResult<()> {
         guard::run(py, || {
             for turn in 0..threads {
                 let snapshot = self.inner.clone();
+                // At full priority: a step may come to wait for the page that is being copied.
                 let work = move || {
-                    file::give_way();
                     // A failure has ended the snapshot, which the save reports.
                     let _ = snapshot.copy_ahead(turn, threads, bytes_per_s);
                 };

@@ -144,19 +144,28 @@ impl Snapshot {
         self.pages.plan(&bytes);
     }
 
-    /// Hands the bytes of a region as they were at the moment of the snapshot to `look`, piece by piece, in order.
-    pub fn read(&self, region: &Region, mut look: impl FnMut(&Region) -> Result<()>) -> Result<()> {
+    /// Hands the bytes of a region as they were at the moment of the snapshot to `look`, in order, a buffer at a time. A
+    /// disk may take its time with them: what is in the buffer no step waits for.
+    pub fn read(&self, region: &Region, buffer: &Buffer, mut look: impl FnMut(&Region) -> Result<()>) -> Result<()> {
         for part in self.parts(region) {
-            let outcome = match self.pages.begin_read(part.page) {
-                Source::Live => look(&part.region),
-                Source::Copy(block) => match self.blocks[block].get() {
-                    Some(copy) => copy.region(part.offset, part.region.bytes()).map_err(Error::from).and_then(|r| look(&r)),
-                    None => Err(given_up()),
-                },
-                Source::Gone => return Err(given_up()),
-            };
-            self.pages.end_read(part.page, part.region.bytes());
-            outcome?;
+            let mut done = 0;
+            while done < part.region.bytes() {
+                let bytes = (part.region.bytes() - done).min(buffer.bytes());
+                let piece = buffer.region(0, bytes)?;
+                let taken = match self.pages.begin_read(part.page) {
+                    Source::Live => part.region.slice(done, bytes).map_err(Error::from),
+                    Source::Copy(block) => match self.blocks[block].get() {
+                        Some(copy) => copy.region(part.offset + done, bytes).map_err(Error::from),
+                        None => Err(given_up()),
+                    },
+                    Source::Gone => return Err(given_up()),
+                };
+                let taken = taken.and_then(|from| copy(&from, &piece));
+                self.pages.end_read(part.page, bytes);
+                taken?;
+                look(&piece)?;
+                done += bytes;
+            }
         }
         Ok(())
     }
@@ -199,7 +208,7 @@ impl Snapshot {
             }
         };
         let to = memory.region(0, from.bytes())?;
-        file::copy(&from, &to).map_err(|error| super::file_error("copy", std::path::Path::new("memory"), &error))?;
+        copy(&from, &to)?;
         self.copied_bytes.fetch_add(from.bytes(), Relaxed);
         Ok(())
     }
@@ -249,6 +258,10 @@ impl Snapshot {
             stall_ns: self.stall_ns.load(Relaxed),
         }
     }
+}
+
+fn copy(from: &Region, to: &Region) -> Result<()> {
+    file::copy(from, to).map_err(|error| super::file_error("copy", std::path::Path::new("memory"), &error))
 }
 
 fn given_up() -> Error {

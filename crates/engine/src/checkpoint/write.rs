@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use forebay_device::{Event, Region, SharedDevice, SlabLayout, Stream, file};
+use forebay_device::{Buffer, Event, Region, SharedDevice, SlabLayout, Stream, file};
 use serde_json::{Map, Value, json};
 
 use super::folder::sync_folder;
@@ -120,12 +120,12 @@ pub fn write_files(
         if options.gives_way {
             file::give_way();
         }
-        let mut staging = None;
+        let mut memory = Memory::default();
         while let Some(plan) = plans.get(next.fetch_add(1, Relaxed)) {
             if failed.lock().unwrap_or_else(PoisonError::into_inner).is_some() {
                 return Ok(());
             }
-            let record = write_file(plan, entries, options, ready.as_ref(), &mut staging, written)?;
+            let record = write_file(plan, entries, options, ready.as_ref(), &mut memory, written)?;
             let file = WrittenFile { record, entries: plan.entries.clone() };
             done.lock().unwrap_or_else(PoisonError::into_inner).push(file);
         }
@@ -210,6 +210,13 @@ fn plan_file(path: PathBuf, name: String, inside: &[usize], entries: &[Entry]) -
     Ok(Plan { path, name, header, entries, bytes: start + at })
 }
 
+/// What a thread needs for entries that it cannot write from where they lie, made when it meets the first.
+#[derive(Default)]
+struct Memory {
+    staging: Option<Staging>,
+    buffer: Option<Buffer>,
+}
+
 /// A block of pinned memory and a stream to bring memory of the device into it.
 struct Staging {
     device: SharedDevice,
@@ -243,7 +250,7 @@ fn write_file(
     entries: &[Entry],
     options: &WriteOptions,
     ready: Option<&Event>,
-    staging: &mut Option<Staging>,
+    Memory { staging, buffer }: &mut Memory,
     written: &AtomicU64,
 ) -> Result<FileRecord> {
     let path = &plan.path;
@@ -294,7 +301,13 @@ fn write_file(
                 Ok(())
             };
             match options.snapshots.iter().find(|snapshot| snapshot.covers(&part)) {
-                Some(snapshot) => snapshot.read(&part, &mut write)?,
+                Some(snapshot) => {
+                    let buffer = match buffer {
+                        Some(buffer) => buffer,
+                        None => buffer.insert(Buffer::pageable(CACHED_BYTES)?),
+                    };
+                    snapshot.read(&part, buffer, &mut write)?;
+                }
                 None => write(&part)?,
             }
             if finish > end {
