@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    _get_fqns,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from forebay._storage import Reader, StrPath, Writer
-from forebay._torch import local
+from forebay._torch import describe_like, is_dtensor, local
 from forebay.errors import CheckpointError, Error, OptionError
 from forebay.optim import AdamW
 
@@ -144,6 +145,12 @@ def _state(model: torch.nn.Module | None, optimizers: list[torch.optim.Optimizer
             raise OptionError("an optimizer needs its model: the state's names are the model's")
         return {}
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if is_dtensor(parameter):
+            # A module's state dict has new tensors, which are not described as the parameters are.
+            for key in _get_fqns(model, name):
+                if key in state["model"]:
+                    describe_like(parameter, state["model"][key])
     if optimizers:
         for one in optimizers:
             if isinstance(one, AdamW):

@@ -2,23 +2,49 @@
 
 A case says with which numbers of processes it runs, and fails by raising on any rank. It may use the default process
 group, which the worker makes for it and takes down after it.
+
+Of some kinds, one group of processes runs every case with every number of ranks that it names, first the one and then
+the other, the processes that are too many sitting out: what one number of ranks saved, another loads.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 MODULES = {
     "cpu": ("dist_cases_ddp", "dist_cases_fsdp", "dist_cases_dtensor", "dist_cases_state_dict"),
     "cuda": ("dist_cases_cuda",),
+    "checkpoint": ("dist_cases_checkpoint",),
 }
 """Where the cases are, by what the ranks need."""
 
+RESIZED = ("checkpoint",)
+"""Kinds whose cases run with one number of ranks after the other, in one group of processes."""
+
 _worlds: dict[Callable[[], None], tuple[int, ...]] = {}
+_folder: list[Path] = []
+
+
+class Case(NamedTuple):
+    """A function and the number of ranks that run it together."""
+
+    function: Callable[[], None]
+    ranks: int
+
+
+def shared_folder() -> Path:
+    """Return the folder that all ranks of this group of processes see, in all cases."""
+    return _folder[0]
+
+
+def set_shared_folder(folder: Path) -> None:
+    """Say where the folder is; the worker does."""
+    _folder[:] = [folder]
 
 
 def case(*worlds: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
@@ -31,12 +57,17 @@ def case(*worlds: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
     return register
 
 
-def cases(kind: str, world: int) -> dict[str, Callable[[], None]]:
+def cases(kind: str, world: int) -> dict[str, Case]:
     """Return the cases for a number of processes, by name, in the order in which they run."""
     for module in MODULES[kind]:
         importlib.import_module(module)
-    return {
-        f"{function.__module__.removeprefix('dist_cases_')}-{function.__name__}": function
-        for function, worlds in _worlds.items()
-        if function.__module__ in MODULES[kind] and world in worlds
-    }
+    found = {}
+    for function, worlds in _worlds.items():
+        if function.__module__ not in MODULES[kind]:
+            continue
+        name = f"{function.__module__.removeprefix('dist_cases_')}-{function.__name__}"
+        if kind in RESIZED:
+            found.update({f"{name}-{ranks}": Case(function, ranks) for ranks in worlds if ranks <= world})
+        elif world in worlds:
+            found[name] = Case(function, world)
+    return found

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from dist_registry import cases
+from dist_registry import cases, set_shared_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,6 +52,13 @@ def run(function: Callable[[], None], store: dist.Store, rank: int, world: int, 
         dist.destroy_process_group()
 
 
+def write_down(results: dict[str, dict[str, object]], path: Path) -> None:
+    """Replace the file of a rank's results, whole."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(results))
+    partial.replace(path)
+
+
 def main(kind: str, world: int, rank: int, folder: Path, limit_s: float) -> None:
     """Run every case of a kind as one of its ranks."""
     faulthandler.dump_traceback_later(limit_s, exit=True)
@@ -64,18 +71,21 @@ def main(kind: str, world: int, rank: int, folder: Path, limit_s: float) -> None
         backend = "cpu:gloo,cuda:nccl"
     files = dist.FileStore(str(folder / "store"), world)
     results: dict[str, dict[str, object]] = {}
-    for name, function in cases(kind, world).items():
+    set_shared_folder(folder)
+    for name, (function, ranks) in cases(kind, world).items():
+        if rank >= ranks:
+            results[name] = {"error": None, "seconds": 0.0}
+            continue
         start = time.perf_counter()
         error = None
         try:
-            run(function, dist.PrefixStore(name, files), rank, world, backend)
+            run(function, dist.PrefixStore(name, files), rank, ranks, backend)
         except Exception:
             error = traceback.format_exc()
         results[name] = {"error": error, "seconds": time.perf_counter() - start}
         # After every case: what ran before a hang is still known.
-        partial = folder / f"rank{rank}.partial"
-        partial.write_text(json.dumps(results))
-        partial.replace(folder / f"rank{rank}.json")
+        write_down(results, folder / f"rank{rank}.json")
+    write_down(results, folder / f"rank{rank}.json")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,11 @@
+"""Checkpoints on 1, 2 and 3 ranks: every case of ``dist_cases_checkpoint*.py``, in one group of processes."""
+
+from __future__ import annotations
+
+import pytest
+from dist_registry import cases
+
+
+@pytest.mark.parametrize("case", list(cases("checkpoint", 3)))
+def test_case_passes_on_every_rank(groups, case):
+    groups.outcome("checkpoint", 3).check(case)
