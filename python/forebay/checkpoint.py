@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -67,13 +68,11 @@ def save(
         The ranks that save; by default all of them.
     """
     optimizers = _optimizers(optimizer)
-    for one in optimizers:
-        if isinstance(one, AdamW):
-            one.check_trusted("saved")
     state = _state(model, optimizers)
     if extra is not None:
         state["extra"] = dict(extra)
     writer = Writer(path, keep_last=keep_last)
+    writer._checks = [partial(one.check_trusted, "saved") for one in optimizers if isinstance(one, AdamW)]
     try:
         with _plain_errors("save"), _quietly():
             dcp_save(state, storage_writer=writer, process_group=process_group)
@@ -109,13 +108,25 @@ def load(
     """
     optimizers = _optimizers(optimizer)
     reader = Reader(path)
-    metadata = reader.read_metadata()
     state = _state(model, optimizers)
     wanted, _ = flatten_state_dict(state)
-    missing = _compare(reader.path, wanted, metadata, strict)
-    with _plain_errors("load"), _quietly():
-        planner = DefaultLoadPlanner(allow_partial_load=True)
-        dcp_load(state, storage_reader=reader, planner=planner, process_group=process_group)
+    missing: list[str] = []
+    try:
+        missing = _compare(reader.path, wanted, reader.read_metadata(), strict)
+    except Error as error:
+        # The others may have found nothing wrong: they hear of it from DCP, instead of waiting for this rank.
+        reader._refused = error
+    try:
+        with _plain_errors("load"), _quietly():
+            planner = DefaultLoadPlanner(allow_partial_load=True)
+            dcp_load(state, storage_reader=reader, planner=planner, process_group=process_group)
+    except BaseException as error:
+        if reader._has_read:
+            # Whichever rank failed, what this one has is of one checkpoint in part and of another in part.
+            for one in optimizers:
+                if isinstance(one, AdamW):
+                    one.distrust(str(error))
+        raise
     with torch.no_grad():
         for name in missing:
             # State that the checkpoint does not have starts anew; a master follows its weight below.

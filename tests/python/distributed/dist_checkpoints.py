@@ -15,6 +15,7 @@ import torch.distributed as dist
 from dist_models import SMALL, adamw, backward, describe, groups, inner, make, shard
 from dist_registry import shared_folder
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -200,3 +201,12 @@ def set_from_dcp(net: Any, optimizer: torch.optim.Optimizer, state: dict[str, An
 def place(kind: str, how: str, ranks: int) -> Path:
     """Return where a number of ranks saved a kind of run in some way."""
     return shared_folder() / f"{kind}-{how}-{ranks}"
+
+
+def refused(function: Any, *arguments: Any, **options: Any) -> BaseException:
+    """Return the error with which something ends; DCP's own is no ``Exception``."""
+    try:
+        function(*arguments, **options)
+    except (Exception, CheckpointException) as error:
+        return error
+    raise AssertionError("no error")

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 MODULES = {
     "cpu": ("dist_cases_ddp", "dist_cases_fsdp", "dist_cases_dtensor", "dist_cases_state_dict"),
     "cuda": ("dist_cases_cuda",),
-    "checkpoint": ("dist_cases_checkpoint",),
+    "checkpoint": ("dist_cases_checkpoint", "dist_cases_checkpoint_failures"),
+    "killed": ("dist_cases_checkpoint_killed",),
 }
 """Where the cases are, by what the ranks need."""
 
-RESIZED = ("checkpoint",)
+RESIZED = ("checkpoint", "killed")
 """Kinds whose cases run with one number of ranks after the other, in one group of processes."""
 
 _worlds: dict[Callable[[], None], tuple[int, ...]] = {}
@@ -35,6 +36,10 @@ class Case(NamedTuple):
 
     function: Callable[[], None]
     ranks: int
+
+
+class SurvivedError(Exception):
+    """Ends a case well on the ranks that survive it: another rank is dead, so that they cannot meet any more."""
 
 
 def shared_folder() -> Path:
