@@ -11,6 +11,6 @@ def test_case_passes_on_every_rank(groups, case):
     groups.outcome("checkpoint", 3).check(case)
 
 
-@pytest.mark.parametrize(("case", "killed"), zip(cases("killed", 3), [(2,), (0, 2)], strict=True))
+@pytest.mark.parametrize(("case", "killed"), list(zip(cases("killed", 3), [(2,), (0, 2)], strict=True)))
 def test_case_passes_on_the_ranks_that_survive(groups, case, killed):
     groups.outcome("killed", 3).check(case, killed)
