@@ -19,23 +19,24 @@ if TYPE_CHECKING:
 MODULES = {
     "cpu": ("dist_cases_ddp", "dist_cases_fsdp", "dist_cases_dtensor", "dist_cases_state_dict"),
     "cuda": ("dist_cases_cuda",),
-    "checkpoint": ("dist_cases_checkpoint", "dist_cases_checkpoint_failures"),
-    "killed": ("dist_cases_checkpoint_killed",),
+    "checkpoint": ("dist_cases_checkpoint", "dist_cases_checkpoint_failures", "dist_cases_checkpoint_killed"),
 }
 """Where the cases are, by what the ranks need."""
 
-RESIZED = ("checkpoint", "killed")
+RESIZED = ("checkpoint",)
 """Kinds whose cases run with one number of ranks after the other, in one group of processes."""
 
 _worlds: dict[Callable[[], None], tuple[int, ...]] = {}
+_killed: dict[Callable[[], None], tuple[int, ...]] = {}
 _folder: list[Path] = []
 
 
 class Case(NamedTuple):
-    """A function and the number of ranks that run it together."""
+    """A function, the number of ranks that run it together, and those that are dead at its end."""
 
     function: Callable[[], None]
     ranks: int
+    killed: tuple[int, ...]
 
 
 class SurvivedError(Exception):
@@ -52,11 +53,11 @@ def set_shared_folder(folder: Path) -> None:
     _folder[:] = [folder]
 
 
-def case(*worlds: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Run a function as a case, with each of these numbers of processes."""
+def case(*worlds: int, killed: tuple[int, ...] = ()) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Run a function as a case, with each of these numbers of processes; say which ranks do not see its end."""
 
     def register(function: Callable[[], None]) -> Callable[[], None]:
-        _worlds[function] = worlds
+        _worlds[function], _killed[function] = worlds, killed
         return function
 
     return register
@@ -72,7 +73,8 @@ def cases(kind: str, world: int) -> dict[str, Case]:
             continue
         name = f"{function.__module__.removeprefix('dist_cases_')}-{function.__name__}"
         if kind in RESIZED:
-            found.update({f"{name}-{ranks}": Case(function, ranks) for ranks in worlds if ranks <= world})
+            for ranks in worlds:
+                found[f"{name}-{ranks}"] = Case(function, ranks, _killed[function])
         elif world in worlds:
-            found[name] = Case(function, world)
+            found[name] = Case(function, world, _killed[function])
     return found

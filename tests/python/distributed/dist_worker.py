@@ -75,7 +75,7 @@ def main(kind: str, world: int, rank: int, folder: Path, limit_s: float) -> None
     files = dist.FileStore(str(folder / "store"), world)
     results: dict[str, dict[str, object]] = {}
     set_shared_folder(folder)
-    for name, (function, ranks) in cases(kind, world).items():
+    for name, (function, ranks, _) in cases(kind, world).items():
         if rank >= ranks:
             results[name] = {"error": None, "seconds": 0.0}
             continue
