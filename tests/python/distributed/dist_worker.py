@@ -55,13 +55,6 @@ def run(function: Callable[[], None], store: dist.Store, rank: int, world: int, 
             dist.destroy_process_group()
 
 
-def write_down(results: dict[str, dict[str, object]], path: Path) -> None:
-    """Replace the file of a rank's results, whole."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(results))
-    partial.replace(path)
-
-
 def main(kind: str, world: int, rank: int, folder: Path, limit_s: float) -> None:
     """Run every case of a kind as one of its ranks."""
     faulthandler.dump_traceback_later(limit_s, exit=True)
@@ -76,19 +69,18 @@ def main(kind: str, world: int, rank: int, folder: Path, limit_s: float) -> None
     results: dict[str, dict[str, object]] = {}
     set_shared_folder(folder)
     for name, (function, ranks, _) in cases(kind, world).items():
-        if rank >= ranks:
-            results[name] = {"error": None, "seconds": 0.0}
-            continue
         start = time.perf_counter()
         error = None
         try:
-            run(function, dist.PrefixStore(name, files), rank, ranks, backend)
+            if rank < ranks:
+                run(function, dist.PrefixStore(name, files), rank, ranks, backend)
         except Exception:
             error = traceback.format_exc()
         results[name] = {"error": error, "seconds": time.perf_counter() - start}
         # After every case: what ran before a hang is still known.
-        write_down(results, folder / f"rank{rank}.json")
-    write_down(results, folder / f"rank{rank}.json")
+        partial = folder / f"rank{rank}.partial"
+        partial.write_text(json.dumps(results))
+        partial.replace(folder / f"rank{rank}.json")
 
 
 if __name__ == "__main__":
