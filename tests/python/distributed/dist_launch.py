@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WORKER = Path(__file__).with_name("dist_worker.py")
-LIMIT_S = 200.0
+LIMIT_S = 100.0
+LONGER_S = {"checkpoint": 200.0}
+"""Kinds with many cases in one group."""
 GRACE_S = 25.0
 """How long the others may go on after a rank died: longer than a collective waits."""
 
@@ -40,6 +42,7 @@ class Outcome:
 def launch(kind: str, world: int, folder: Path) -> Outcome:
     """Run all cases of a kind with this number of processes."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    limit_s = LONGER_S.get(kind, LIMIT_S)
     if kind != "cuda":
         # FSDP2 would choose a GPU that it sees, and there are more ranks than GPUs.
         environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -49,21 +52,21 @@ def launch(kind: str, world: int, folder: Path) -> Outcome:
         with log.open("wb") as output:
             ranks.append(
                 subprocess.Popen(
-                    [sys.executable, WORKER, kind, str(world), str(rank), folder, str(LIMIT_S)],
+                    [sys.executable, WORKER, kind, str(world), str(rank), folder, str(limit_s)],
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     env=environment,
                 )
             )
-    _wait(ranks)
+    _wait(ranks, limit_s)
     return Outcome(
         [_read(folder / f"rank{rank}.json") for rank in range(world)],
         [log.read_text(errors="replace")[-8000:] for log in logs],
     )
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]]) -> None:
-    deadline = time.monotonic() + LIMIT_S + 5
+def _wait(ranks: list[subprocess.Popen[bytes]], limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s + 5
     try:
         while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
             if any(rank.poll() not in (None, 0) for rank in ranks):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from dist_launch import LONGER_S
 from dist_registry import cases
+
+pytestmark = pytest.mark.timeout(LONGER_S["checkpoint"] + 20)
 
 
 @pytest.mark.parametrize(
