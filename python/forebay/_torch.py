@@ -166,13 +166,18 @@ def state_like(parameter: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
     meta = TensorMeta(parameter.shape, parameter.stride(), data.dtype)
     sharded = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
     state: Any = DTensor(data, sharded, requires_grad=False)  # type: ignore[no-untyped-call]
-    for name in ("__create_chunk_list__", "__create_write_items__"):
-        if hasattr(local(parameter), name):
-            setattr(data, name, getattr(local(parameter), name))
-        if name in vars(parameter):
-            setattr(state, name, vars(parameter)[name])
+    describe_like(parameter, state)
     result: torch.Tensor = state
     return result
+
+
+def describe_like(described: torch.Tensor, other: Any) -> None:
+    """Carry over what a DTensor has to describe uneven shards to ``torch.distributed.checkpoint``, if it has any."""
+    for name in ("__create_chunk_list__", "__create_write_items__"):
+        if hasattr(local(described), name):
+            setattr(local(other), name, getattr(local(described), name))
+        if name in vars(described):
+            setattr(other, name, vars(described)[name])
 
 
 def follow_weight(master: torch.Tensor, weight: torch.Tensor) -> None:
