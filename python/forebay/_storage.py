@@ -35,7 +35,7 @@ from forebay import _core
 from forebay._progress import bar
 from forebay._torch import local, stream_handle
 from forebay._values import decode, encode
-from forebay.errors import CheckpointError, Error, OptionError
+from forebay.errors import CheckpointError, OptionError
 from forebay.optim import AdamW
 
 StrPath = str | os.PathLike[str]
@@ -366,8 +366,14 @@ class Reader(StorageReader):
         return future
 
     def value(self, name: str) -> Any:
-        """Return a value that is no tensor."""
-        return decode(self._manifest["objects"][name])
+        """Return a value that is no tensor, with the tensors in it."""
+        return decode(self.objects[name], self.tensor)
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """The values that are no tensors, as JSON."""
+        found: dict[str, Any] = self._manifest["objects"]
+        return found
 
     def _read(self, items: list[ReadItem], targets: list[torch.Tensor], moved: _core.Moved) -> None:
         direct: list[tuple[ReadItem, torch.Tensor, torch.dtype]] = []
@@ -385,8 +391,12 @@ class Reader(StorageReader):
                     self._read_staged(batch, moved)
                     batch = []
             self._read_staged(batch, moved)
-        except Error as error:
-            _distrust({target.untyped_storage().data_ptr() for target in targets if target.numel()}, str(error))
+        except BaseException as error:
+            # An interrupt between two batches leaves the state as mixed as a damaged file does.
+            _distrust(
+                {target.untyped_storage().data_ptr() for target in targets if target.numel()},
+                str(error) or type(error).__name__,
+            )
             raise
 
     def _read_staged(self, batch: list[tuple[ReadItem, torch.Tensor, torch.Tensor]], moved: _core.Moved) -> None:
@@ -415,7 +425,9 @@ class Reader(StorageReader):
     def tensor(self, name: str) -> torch.Tensor:
         """Return one tensor, whole, on the CPU."""
         assert self._checkpoint is not None
-        described = self._manifest["tensors"][name]
+        described = self._manifest["tensors"].get(name)
+        if described is None:
+            raise CheckpointError(f"{self._checkpoint.folder()}: a value names a tensor {name!r}, which is not there")
         whole = torch.empty(described["shape"], dtype=_type(described["dtype"], name))
         parts = []
         for chunk in described["chunks"]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from forebay._storage import Reader, StrPath, Writer
 from forebay._torch import local
+from forebay._values import Encoded
 from forebay.errors import CheckpointError, Error, OptionError
 from forebay.optim import AdamW
 
@@ -59,7 +59,7 @@ def save(
     optimizer
         Its optimizer or optimizers, of forebay's or of torch's.
     extra
-        More to save, the same on every rank: tensors, numbers, texts, lists and dicts.
+        More to save, the same on every rank: tensors, numbers, texts, bytes, and lists, tuples and dicts of them.
     keep_last
         Keep so many complete checkpoints of this path; by default all.
     process_group
@@ -71,7 +71,10 @@ def save(
             one.check_trusted("saved")
     state = _state(model, optimizers)
     if extra is not None:
-        state["extra"] = dict(extra)
+        tensors: dict[str, torch.Tensor] = {}
+        state["extra"] = Encoded(dict(extra), tensors, "extra")
+        # Not nested: DCP would flatten lists and dicts, and lose empty ones and the types of keys.
+        state.update(tensors)
     writer = Writer(path, keep_last=keep_last)
     try:
         with _plain_errors("save"), _quietly():
@@ -112,6 +115,8 @@ def load(
     state = _state(model, optimizers)
     wanted, _ = flatten_state_dict(state)
     missing = _compare(reader.path, wanted, metadata, strict)
+    # First, so that nothing is changed where it cannot be read.
+    extra = _extra(reader)
     with _plain_errors("load"), _quietly():
         planner = DefaultLoadPlanner(allow_partial_load=True)
         dcp_load(state, storage_reader=reader, planner=planner, process_group=process_group)
@@ -129,7 +134,7 @@ def load(
     for one in optimizers:
         if isinstance(one, AdamW) and any(name.endswith(".master_param") for name in missing):
             one.refresh_master_weights()
-    return _extra(reader)
+    return extra
 
 
 def _optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
@@ -201,33 +206,10 @@ def _listed(what: str, names: list[str]) -> str:
 
 def _extra(reader: Reader) -> dict[str, Any] | None:
     """Return what was saved as ``extra``, put together again."""
-    manifest = reader._manifest
-    names = [name for name, path in manifest["paths"].items() if path[:1] == ["extra"]]
-    if not names:
+    if "extra" not in reader.objects:
         return None
-    extra: dict[str, Any] = {}
-    for name in names:
-        value = reader.tensor(name) if name in manifest["tensors"] else reader.value(name)
-        path = manifest["paths"][name][1:]
-        if path:
-            _place(extra, path, value)
-    return extra
-
-
-def _place(root: Any, path: list[str | int], value: Any) -> None:
-    for key, following in pairwise(path):
-        empty: Any = [] if isinstance(following, int) else {}
-        if isinstance(root, list):
-            root.extend([None] * (int(key) + 1 - len(root)))
-            if root[int(key)] is None:
-                root[int(key)] = empty
-            root = root[int(key)]
-        else:
-            root = root.setdefault(key, empty)
-    last = path[-1]
-    if isinstance(root, list):
-        root.extend([None] * (int(last) + 1 - len(root)))
-    root[last] = value
+    extra = reader.value("extra")
+    return extra if isinstance(extra, dict) else None
 
 
 @contextmanager
