@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import traceback
@@ -126,6 +128,7 @@ def in_child(work: Callable[[], object]) -> str:
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
+        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork.
         try:
             text = str(work())
         except BaseException as failure:
@@ -136,6 +139,8 @@ def in_child(work: Callable[[], object]) -> str:
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as pipe:
+        if not select.select([reader], [], [], 50)[0]:
+            os.kill(child, signal.SIGKILL)
         text = pipe.read()
     status = os.waitpid(child, 0)[1]
     assert status == 0, f"the child ended with status {status}"

@@ -61,13 +61,11 @@ def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         twin, its = pair()
         its.prepare()
-        try:
+        with pytest.raises(forebay.StorageError) as caught:
             checkpoint.save(tmp_path, twin, its, extra={"step": 3}, keep_last=1)
-        except forebay.StorageError as error:
-            assert error.errno == errno.EFBIG
-            train(twin, its, range(1))
-            return str(error)
-        return "saved"
+        assert caught.value.errno == errno.EFBIG
+        train(twin, its, range(1))
+        return str(caught.value)
 
     # In the middle of the data; then in the manifest, behind files that are complete.
     size = (tmp_path / "00000001" / "0-0.safetensors").stat().st_size
@@ -158,14 +156,11 @@ def test_a_folder_that_may_not_be_written(tmp_path: Path) -> None:
     def save() -> str:
         twin, its = pair()
         train(twin, its, range(3))
-        try:
+        with pytest.raises(OSError, match="cannot create") as caught:
             checkpoint.save(path, twin, its, keep_last=1)
-        except forebay.StorageError as error:
-            assert isinstance(error, OSError)
-            assert error.errno == errno.EACCES
-            assert_goes_on(twin, its)
-            return str(error)
-        return "saved"
+        assert caught.value.errno == errno.EACCES
+        assert_goes_on(twin, its)
+        return str(caught.value)
 
     try:
         assert without_rights(save).startswith(f"cannot create {path}/.saving: Permission denied")
@@ -189,13 +184,11 @@ def test_files_that_may_not_be_read(tmp_path: Path) -> None:
             twin, its = pair()
             train(twin, its, range(3))
             before = snapshot(twin, its)
-            try:
+            with pytest.raises(forebay.StorageError) as caught:
                 checkpoint.load(path, twin, its)
-            except forebay.StorageError as error:
-                assert error.errno == errno.EACCES
-                assert_same(before, snapshot(twin, its))
-                return str(error)
-            return "loaded"
+            assert caught.value.errno == errno.EACCES
+            assert_same(before, snapshot(twin, its))
+            return str(caught.value)
 
         assert without_rights(load).startswith(f"cannot read {file}: Permission denied")
         file.chmod(0o644)

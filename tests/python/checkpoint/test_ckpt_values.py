@@ -34,7 +34,7 @@ VALUES: dict[str, Any] = {
     "tuples": ((), (1, (2, [3])), [(4,)]),
     "lists": [[], [[]], [[1], [2, [3]]]],
     "empty": {"dict": {}, "list": [], "tuple": ()},
-    "keys": {1: "int", "1": "text", None: 0, (1, 2): 3, 2.5: 4, True: 5},
+    "keys": {1: "int", "1": "text", None: 0, (1, 2): 3, 2.5: 4},
     "order": {"b": 1, "a": 2, "$": 3},
     "dotted": {"a.b": 1, "a": {"b": 2}},
     "tag": {"$": "tuple", "value": [1]},
