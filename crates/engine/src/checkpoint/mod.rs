@@ -50,6 +50,9 @@ pub const MANIFEST: &str = "manifest.json";
 /// Bytes that are checksummed, written and read together.
 pub const BLOCK_BYTES: u64 = 8 << 20;
 
+/// Bytes that one call writes or reads: summed while they are still in a core's cache, so memory is gone through once.
+const CACHED_BYTES: u64 = 1 << 20;
+
 fn file_error(action: &'static str, path: &Path, error: &io::Error) -> Error {
     Error::File { action, path: path.display().to_string(), errno: error.raw_os_error(), text: error.to_string() }
 }

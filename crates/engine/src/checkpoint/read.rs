@@ -14,7 +14,7 @@ use forebay_device::{Region, file};
 
 use super::boxes::{Extent, runs};
 use super::manifest::Manifest;
-use super::{MANIFEST, element_bytes, file_error, folder, refuse};
+use super::{CACHED_BYTES, MANIFEST, element_bytes, file_error, folder, refuse};
 use crate::error::Result;
 
 /// Longest manifest that is read; one of ten thousand tensors on a thousand ranks is a few hundred MiB.
@@ -101,14 +101,16 @@ impl Checkpoint {
         let mut pieces: Vec<Vec<Piece>> = vec![Vec::new(); self.manifest.files.len()];
         for (index, request) in requests.iter().enumerate() {
             let found = self.manifest.tensors.get(&request.tensor);
-            let Some((tensor, chunk)) = found.and_then(|tensor| Some((tensor, tensor.chunks.get(request.chunk)?))) else {
+            let Some((tensor, chunk)) = found.and_then(|tensor| Some((tensor, tensor.chunks.get(request.chunk)?)))
+            else {
                 return refuse(&self.folder, format!("no chunk {} of tensor {:?}", request.chunk, request.tensor));
             };
             let Extent { offsets, shape: lengths } = &request.part;
             let width = element_bytes(&tensor.dtype).unwrap_or(1);
-            let last = lengths.iter().zip(&request.strides).try_fold(1u64, |last, (&len, &stride)| {
-                last.checked_add(len.saturating_sub(1).checked_mul(stride)?)
-            });
+            let last = lengths
+                .iter()
+                .zip(&request.strides)
+                .try_fold(1u64, |last, (&len, &stride)| last.checked_add(len.saturating_sub(1).checked_mul(stride)?));
             let needed = if lengths.contains(&0) { Some(0) } else { last.and_then(|last| last.checked_mul(width)) };
             let fits = request.part.is_inside(&chunk.extent.shape)
                 && request.strides.len() == lengths.len()
@@ -214,16 +216,21 @@ impl Job<'_> {
         let fail = |error: std::io::Error| file_error("read", self.path, &error);
         let stated = record.blocks[block as usize];
         let from = self.pieces.partition_point(|piece| piece.begin + self.longest <= begin);
-        let touching = self.pieces[from..].iter().take_while(|piece| piece.begin < end).filter(|piece| piece.end > begin);
+        let touching =
+            self.pieces[from..].iter().take_while(|piece| piece.begin < end).filter(|piece| piece.end > begin);
         let mut first_two = touching.clone();
         if let (Some(piece), None) = (first_two.next(), first_two.next())
             && piece.begin <= begin
             && piece.end >= end
         {
             let into = self.requests[piece.request].into.slice(piece.to + (begin - piece.begin), end - begin)?;
-            file::read_at(self.opened, begin, &into).map_err(fail)?;
-            let mut sum = crc32fast::Hasher::new();
-            file::visit(&into, |bytes| sum.update(bytes)).map_err(fail)?;
+            let (mut sum, mut done) = (crc32fast::Hasher::new(), 0);
+            while done < into.bytes() {
+                let piece = into.slice(done, (into.bytes() - done).min(CACHED_BYTES))?;
+                file::read_at(self.opened, begin + done, &piece).map_err(fail)?;
+                file::visit(&piece, |bytes| sum.update(bytes)).map_err(fail)?;
+                done += piece.bytes();
+            }
             self.compare(block, stated, sum.finalize(), begin, end)?;
             return Ok(end - begin);
         }

@@ -16,7 +16,7 @@ use serde_json::{Map, Value, json};
 
 use super::folder::sync_folder;
 use super::manifest::FileRecord;
-use super::{BLOCK_BYTES, file_error, refuse};
+use super::{BLOCK_BYTES, CACHED_BYTES, file_error, refuse};
 use crate::error::Result;
 
 /// By default a file is worth a thread from this size on.
@@ -262,8 +262,13 @@ fn write_file(
                 };
                 staging.bring(&part)?
             };
-            file::visit(&part, |bytes| sum.update(bytes)).map_err(fail)?;
-            file::write_at(&out, from, &part).map_err(fail)?;
+            let mut done = 0;
+            while done < part.bytes() {
+                let piece = part.slice(done, (part.bytes() - done).min(CACHED_BYTES))?;
+                file::visit(&piece, |bytes| sum.update(bytes)).map_err(fail)?;
+                file::write_at(&out, from + done, &piece).map_err(fail)?;
+                done += piece.bytes();
+            }
             if finish > end {
                 break;
             }
@@ -281,5 +286,9 @@ fn write_file(
 
 fn check_length(out: &File, plan: &Plan) -> Result<()> {
     let found = out.metadata().map_err(|error| file_error("find", &plan.path, &error))?.len();
-    if found == plan.bytes { Ok(()) } else { refuse(&plan.path, format!("{found} bytes where {} were written", plan.bytes)) }
+    if found == plan.bytes {
+        Ok(())
+    } else {
+        refuse(&plan.path, format!("{found} bytes where {} were written", plan.bytes))
+    }
 }
