@@ -58,7 +58,8 @@ impl Drop for Folder {
 
 /// Bytes in which no two places look alike.
 fn pattern(bytes: usize, seed: u64) -> Vec<u8> {
-    let word = |i: usize| (i as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15 ^ seed.wrapping_mul(0xff51_afd7)).to_le_bytes();
+    let word =
+        |i: usize| (i as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15 ^ seed.wrapping_mul(0xff51_afd7)).to_le_bytes();
     (0..bytes).map(|i| word(i / 8)[i % 8]).collect()
 }
 
@@ -319,7 +320,10 @@ fn every_flipped_byte_of_a_file_is_found_by_verify_and_by_whoever_reads_its_bloc
         fs::write(&file, &damaged).unwrap();
         let checkpoint = Checkpoint::open(&path).unwrap();
         let problems = verify(&checkpoint, &AtomicU64::new(0)).unwrap();
-        assert!(problems.iter().any(|problem| problem.reason.contains(&format!("block {}", at / 4096))), "{at}: {problems:?}");
+        assert!(
+            problems.iter().any(|problem| problem.reason.contains(&format!("block {}", at / 4096))),
+            "{at}: {problems:?}"
+        );
         let read = load(&checkpoint, "w", 2);
         if at < 4096 {
             assert_eq!(read.unwrap(), data, "the header is not read for a tensor");

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 BLOCK = 8 << 20
 
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # DCP's own calls say so.
+
 
 class Big(torch.nn.Module):
     """Long enough for a state of several blocks."""

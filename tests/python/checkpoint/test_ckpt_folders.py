@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from ckpt_helpers import assert_same, folders, in_child, pair, snapshot, train
+from torch.distributed import checkpoint as dcp
 
 import forebay
 from forebay import _core, _progress, _storage, checkpoint
@@ -58,9 +59,9 @@ def test_the_old_ones_are_there_until_the_new_one_is_complete(tmp_path: Path, mo
     original = _storage.Writer.finish
     seen = []
 
-    def look(self: _storage.Writer, *arguments: object) -> None:
+    def look(self: _storage.Writer, **arguments: object) -> None:
         seen.append((loaded(tmp_path), folders(tmp_path), sorted(p.name for p in tmp_path.glob("*/manifest.json"))))
-        original(self, *arguments)  # type: ignore[arg-type]
+        original(self, **arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(_storage.Writer, "finish", look)
     save(tmp_path, 3, keep_last=1)
@@ -73,10 +74,10 @@ def test_a_commit_that_fails_removes_nothing(tmp_path: Path, monkeypatch: pytest
         save(tmp_path, number)
     original = _storage.Writer.finish
 
-    def harm(self: _storage.Writer, *arguments: object) -> None:
+    def harm(self: _storage.Writer, **arguments: object) -> None:
         # The manifest cannot be renamed into place.
         (tmp_path / "00000003" / "manifest.json" / "in the way").mkdir(parents=True)
-        original(self, *arguments)  # type: ignore[arg-type]
+        original(self, **arguments)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
         patch.setattr(_storage.Writer, "finish", harm)
@@ -190,12 +191,11 @@ def test_a_bar_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert "0.00 of 2.00 GB" in screen.getvalue()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_bar_may_be_asked_for_and_declined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for shown, terminal in ((True, False), (False, True)):
         screen = Terminal() if terminal else io.StringIO()
         monkeypatch.setattr(sys, "stderr", screen)
-        from torch.distributed import checkpoint as dcp
-
         writer = checkpoint.Writer(tmp_path, progress=shown)
         dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
         assert bool(screen.getvalue()) == shown
