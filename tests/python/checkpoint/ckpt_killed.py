@@ -33,9 +33,7 @@ def fill(model: torch.nn.Module, optimizer: forebay.AdamW, number: int) -> None:
     """Make every byte of weights and moments the number."""
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.view(torch.uint8 if parameter.dim() else torch.int32).fill_(
-                number % 251 if parameter.dim() else number % 251 * 0x01010101
-            )
+            parameter.reshape(-1).view(torch.uint8).fill_(number % 251)
             for kind in ("exp_avg", "exp_avg_sq"):
                 moment = optimizer.state[parameter][kind].reshape(-1)
                 moment.view(torch.uint8).fill_(number % 251)
@@ -68,6 +66,15 @@ def child(path: Path, pipe: int, keep_last: int | None) -> None:
         tell(pipe, SAVED, number)
 
 
+def warm_up(path: Path) -> None:
+    """Import what torch imports at first use, without an engine: torch's own optimizer has none."""
+    model = torch.nn.ParameterList([torch.zeros(3)])
+    forebay.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoint.save(path, model, optimizer, extra={})
+    checkpoint.load(path, model, optimizer)
+
+
 def read(pipe: int) -> tuple[int, int] | None:
     """Return the next word of a child; None when it has ended."""
     record = b""
@@ -83,6 +90,7 @@ def read(pipe: int) -> tuple[int, int] | None:
 def main(path: Path, kills: int, seed: int) -> None:
     """Kill so many children; after each, the next one finds the last save that was reported, or a later one."""
     torch.set_num_threads(1)
+    warm_up(path.parent / f"{path.name}-warm")
     choose = random.Random(seed)
     reported, within, saves = 0, 0.02, 0
     for kill in range(kills + 1):
@@ -106,11 +114,11 @@ def main(path: Path, kills: int, seed: int) -> None:
             )
             reported = word[1]
             if kill == 0:
-                # How long a save takes here: moments are chosen within the time of about two.
+                # How long a save takes here: moments are chosen within the time of about three.
                 start = time.perf_counter()
                 for _ in range(4):
                     word = read(reader)
-                within = max((time.perf_counter() - start) / 2, 0.01)
+                within = max((time.perf_counter() - start) / 4 * 3, 0.01)
             moment = time.perf_counter() + choose.random() * within
             while (left := moment - time.perf_counter()) > 0:
                 if select.select([reader], [], [], left)[0]:
@@ -119,7 +127,8 @@ def main(path: Path, kills: int, seed: int) -> None:
                     reported, saves = word[1], saves + 1
         finally:
             os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            status = os.waitpid(pid, 0)[1]
+        assert os.WIFSIGNALED(status), f"after {kill} kills a save failed"
         while (word := read(reader)) is not None:
             reported, saves = word[1], saves + 1
         os.close(reader)
