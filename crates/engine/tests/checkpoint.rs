@@ -423,7 +423,7 @@ fn a_save_waits_for_the_work_before_it(on: &Subject) {
     let options = on_device(on);
     let Some((_, stream)) = &options.device else { unreachable!() };
     // The last step's work comes late; what is saved is what it leaves.
-    on.launch(stream, &forebay::device::Kernel::Spin { ns: 30_000_000 }).unwrap();
+    on.launch(stream, &forebay::device::Kernel::Spin { ns: 100_000_000 }).unwrap();
     on.copy(stream, &source, &target.all()).unwrap();
     save(&path, &[entry("w", "U8", &[9000], Some(target.all()))], &options).unwrap();
     assert_eq!(load(&Checkpoint::open(&path).unwrap(), "w", 1).unwrap(), data);
