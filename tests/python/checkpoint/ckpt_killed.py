@@ -118,7 +118,7 @@ def main(path: Path, kills: int, seed: int) -> None:
                 start = time.perf_counter()
                 for _ in range(4):
                     word = read(reader)
-                within = max((time.perf_counter() - start) / 4 * 3, 0.01)
+                within = min(max((time.perf_counter() - start) / 4 * 3, 0.01), 0.1)
             moment = time.perf_counter() + choose.random() * within
             while (left := moment - time.perf_counter()) > 0:
                 if select.select([reader], [], [], left)[0]:
