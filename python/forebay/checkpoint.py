@@ -116,7 +116,7 @@ def _write(state: dict[str, Any], writer: Writer, process_group: Any) -> None:
 
     def commit(results: list[list[WriteResult]]) -> None:
         assert metadata is not None
-        writer.finish(metadata, results)
+        writer.finish(metadata=metadata, results=results)
 
     try:
         with _plain_errors("save"):

@@ -152,7 +152,7 @@ fn request(
 }
 
 fn small() -> WriteOptions {
-    WriteOptions { threads: 4, block_bytes: 4096, file_bytes: 10_000, device: None }
+    WriteOptions { threads: 4, block_bytes: 4096, file_bytes: 10_000, ..WriteOptions::default() }
 }
 
 fn clean(checkpoint: &Checkpoint) {
