@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from forebay import errors
 from forebay._core import version
 from forebay.errors import (
+    AsleepError,
     DeviceError,
     Error,
     InternalError,
@@ -22,14 +23,17 @@ from forebay.measure import backends, bench_step, probe
 
 if TYPE_CHECKING:
     from forebay.optim import AdamW
+    from forebay.sleep import Sleeper
 
 __all__ = [
     "AdamW",
+    "AsleepError",
     "DeviceError",
     "Error",
     "InternalError",
     "OptionError",
     "OutOfMemoryError",
+    "Sleeper",
     "StorageError",
     "__version__",
     "backends",
@@ -47,4 +51,8 @@ def __getattr__(name: str) -> Any:
         from forebay.optim import AdamW
 
         return AdamW
+    if name == "Sleeper":
+        from forebay.sleep import Sleeper
+
+        return Sleeper
     raise AttributeError(f"module 'forebay' has no attribute {name!r}")

@@ -6,6 +6,7 @@ numbers are attributes, not only text.
 """
 
 __all__ = [
+    "AsleepError",
     "DeviceError",
     "Error",
     "InternalError",
@@ -89,6 +90,10 @@ class StorageError(Error, OSError):
     def __reduce__(self) -> tuple[object, ...]:
         # `errno` is a slot of OSError's, so it is not in `__dict__`.
         return (_storage, (str(self), self.errno))
+
+
+class AsleepError(Error):
+    """A model or an optimizer was used while what it needs sleeps; the message names the remedy."""
 
 
 class InternalError(Error):

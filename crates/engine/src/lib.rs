@@ -6,6 +6,7 @@
 //! - [`pool`] pins slabs and allocates rings: once, exact, counted.
 //! - [`pipeline`] moves chunks through the ring: fetch, update, store.
 //! - [`step`] is the streamed AdamW step on top of it; its inner loop is [`step::StreamedAdamW::step`].
+//! - [`sleep`] puts whole storages into slabs and brings them back.
 //! - [`trace`] says what happened when.
 //! - [`measure`] finds out what the machine can do, and how much of it the step uses.
 //!
@@ -19,6 +20,7 @@ pub mod measure;
 pub mod pipeline;
 pub mod plan;
 pub mod pool;
+pub mod sleep;
 pub mod step;
 mod sync;
 pub mod trace;

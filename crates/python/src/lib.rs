@@ -11,6 +11,7 @@ mod error;
 mod guard;
 mod measure;
 mod optimizer;
+mod sleep;
 mod testing;
 #[expect(unsafe_code, reason = "torch's memory and streams come as numbers")]
 mod torch;
@@ -24,6 +25,8 @@ mod _core {
     use crate::measure::{backends, bench_step, probe};
     #[pymodule_export]
     use crate::optimizer::Engine;
+    #[pymodule_export]
+    use crate::sleep::Slabs;
     #[pymodule_export]
     use crate::testing::{_errors_for_test, _gil_is_released_for_test, _panic_for_test};
     #[pymodule_export]
