@@ -6,7 +6,7 @@ Sleep works on storages, not on tensors: views, aliases and tied weights share o
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,35 +14,66 @@ import torch
 from forebay.errors import OptionError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+
+    Collection = tuple[str, str, int, Any, Iterable[tuple[str, Any, torch.Tensor | None]]]
+    """Kind, prefix of names, owner's number, the container, and from it the rest of the name, the key and the tensor."""
 
 KINDS = ("parameters", "buffers", "gradients", "optimizer")
 """What can sleep, in the order in which it does."""
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
+IPC = "other processes have its memory (IPC)"
+FOREIGN = "its memory is not torch's own: mapped, shared between processes or through DLPack"
 
-@dataclass(slots=True, eq=False)
+
 class Entry:
     """One storage: what it is, and everything that holds a tensor over it."""
 
-    kind: str
-    name: str
-    storage: torch.UntypedStorage
-    size: int
-    device: int
-    # Which model or optimizer, by number.
-    owner: int
-    # Where its tensors are kept, to see whether they were replaced: a dict, list or tensor, and the key in it.
-    holders: list[tuple[Any, Any]]
-    aliases: list[str] = field(default_factory=list)
-    # Its number in the slab, once it has a place there.
-    number: int = -1
+    __slots__ = ("_more", "address", "container", "device", "key", "kind", "name", "number", "owner", "size", "storage")
+
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        storage: torch.UntypedStorage,
+        address: int,
+        size: int,
+        device: int,
+        owner: int,
+        container: Any,
+        key: Any,
+    ) -> None:
+        self.kind = kind
+        self.name = name
+        self.storage = storage
+        self.address = address
+        self.size = size
+        self.device = device
+        # Which model or optimizer, by number.
+        self.owner = owner
+        # Where its tensor is kept, to see whether it was replaced: a dict, list or tensor, and the key in it.
+        self.container = container
+        self.key = key
+        # Further names and holders, of tied weights and other aliases; most have none.
+        self._more: list[tuple[str, Any, Any]] | None = None
+        # Its number in the slab, once it has a place there.
+        self.number = -1
+
+    def alias(self, name: str, container: Any, key: Any) -> None:
+        """Note another tensor over the same storage."""
+        self._more = [*(self._more or ()), (name, container, key)]
 
     @property
     def names(self) -> list[str]:
         """All names it is known under."""
-        return [self.name, *self.aliases]
+        return [self.name, *(name for name, _, _ in self._more or ())]
+
+    @property
+    def holders(self) -> list[tuple[Any, Any]]:
+        """Everything that holds a tensor over it: a container and the key in it."""
+        return [(self.container, self.key), *((container, key) for _, container, key in self._more or ())]
 
 
 @dataclass(slots=True)
@@ -102,7 +133,7 @@ def current(holder: tuple[Any, Any]) -> Any:
 
 def is_held(entry: Entry) -> bool | None:
     """Whether some holder still has a tensor over the storage; None where a gradient was simply dropped."""
-    address = entry.storage._cdata
+    address = entry.address
     dropped = entry.kind == "gradients"
     for holder in entry.holders:
         found = current(holder)
@@ -162,56 +193,55 @@ class Walk:
             for group in optimizer.param_groups:
                 yield from group["params"]
 
-    def members(self) -> Iterator[tuple[str, str, int, Any, Any, torch.Tensor]]:
-        """Go through all tensors: kind, name, owner's number, container, key and the tensor."""
-        parameters: dict[int, tuple[str, int, torch.Tensor]] = {}
-        for owner, (label, model) in enumerate(self.models.items()):
-            first = f"{label}." if label else ""
-            for path, module in model.named_modules():
-                prefix = f"{first}{path}." if path else first
-                for key, parameter in module._parameters.items():
-                    if parameter is not None:
-                        name = prefix + key
-                        parameters.setdefault(id(parameter), (name, owner, parameter))
-                        yield "parameters", name, owner, module._parameters, key, parameter
-        for owner, (label, model) in enumerate(self.models.items()):
-            first = f"{label}." if label else ""
-            for path, module in model.named_modules():
-                prefix = f"{first}{path}." if path else first
-                for key, buffer in module._buffers.items():
-                    if buffer is not None:
-                        yield "buffers", prefix + key, owner, module._buffers, key, buffer
+    def _collections(self) -> Iterator[Collection]:
+        """Go through everything that holds tensors."""
         count = len(self.models)
+        names: dict[int, str] = {}
+        gradients: list[tuple[str, int, torch.Tensor]] = []
+        for owner, prefix, module in self._modules():
+            own = module._parameters
+            if own:
+                yield "parameters", prefix, owner, own, zip(own, own, own.values(), strict=True)
+                for key, parameter in own.items():
+                    if parameter is None:
+                        continue
+                    if self.optimizers:
+                        names.setdefault(id(parameter), prefix + key)
+                    if parameter.grad is not None:
+                        gradients.append((prefix + key, owner, parameter))
+        for owner, prefix, module in self._modules():
+            own = module._buffers
+            if own:
+                yield "buffers", prefix, owner, own, zip(own, own, own.values(), strict=True)
+        of_models = set(names)
         for owner, optimizer in enumerate(self.optimizers.values(), start=count):
             for index, group in enumerate(optimizer.param_groups):
                 for position, parameter in enumerate(group["params"]):
-                    known = (f"group {index}[{position}]", owner, parameter)
-                    parameters.setdefault(id(parameter), known)
-        for name, owner, parameter in parameters.values():
-            if parameter.grad is not None:
-                yield "gradients", name, owner, parameter, "grad", parameter.grad
-        of_models = {key for key, (_, owner, _) in parameters.items() if owner < count}
+                    if id(parameter) not in names:
+                        names[id(parameter)] = f"group {index}.params[{position}]"
+                        if parameter.grad is not None:
+                            gradients.append((names[id(parameter)], owner, parameter))
+        for name, owner, parameter in gradients:
+            yield "gradients", "", owner, parameter, ((name, "grad", parameter.grad),)
         for owner, (label, optimizer) in enumerate(self.optimizers.items(), start=count):
             first = f"{label}." if label else ""
-            yield from self._state(owner, first, optimizer, parameters)
-            yield from self._groups(owner, first, optimizer, of_models)
+            for index, (parameter, state) in enumerate(dict.items(optimizer.state)):
+                name = f"{first}state[{names.get(id(parameter), index)}]"
+                for inner, container, key, tensor in nested(state, name, optimizer.state, parameter):
+                    yield "optimizer", "", owner, container, ((inner, key, tensor),)
+            yield from self._in_groups(owner, first, optimizer, of_models)
 
-    def _state(
-        self,
-        owner: int,
-        first: str,
-        optimizer: torch.optim.Optimizer,
-        parameters: dict[int, tuple[str, int, torch.Tensor]],
-    ) -> Iterator[tuple[str, str, int, Any, Any, torch.Tensor]]:
-        for index, (parameter, state) in enumerate(dict.items(optimizer.state)):
-            known = parameters.get(id(parameter))
-            name = f"{first}state[{known[0] if known else index}]"
-            for inner, container, key, tensor in nested(state, name, optimizer.state, parameter):
-                yield "optimizer", inner, owner, container, key, tensor
+    def _modules(self) -> Iterator[tuple[int, str, torch.nn.Module]]:
+        """Go through all modules: the model's number, the prefix of names, and the module."""
+        for owner, (label, model) in enumerate(self.models.items()):
+            first = f"{label}." if label else ""
+            for path, module in model.named_modules():
+                yield owner, f"{first}{path}." if path else first, module
 
-    def _groups(
+    def _in_groups(
         self, owner: int, first: str, optimizer: torch.optim.Optimizer, of_models: set[int]
-    ) -> Iterator[tuple[str, str, int, Any, Any, torch.Tensor]]:
+    ) -> Iterator[Collection]:
+        """Go through what a parameter group holds besides the models' parameters: masters, for example."""
         for index, group in enumerate(optimizer.param_groups):
             for name, value in group.items():
                 for inner, container, key, tensor in nested(value, f"{first}group {index}.{name}", group, name):
@@ -222,7 +252,7 @@ class Walk:
                         # Its model was not given, so nobody would guard its forward.
                         self._leave("optimizer", inner, tensor, "a parameter of no model of this sleeper")
                         continue
-                    yield "optimizer", inner, owner, container, key, tensor
+                    yield "optimizer", "", owner, container, ((inner, key, tensor),)
 
     def _leave(self, kind: str, name: str, tensor: torch.Tensor, reason: str) -> None:
         for part in dense(tensor):
@@ -240,53 +270,44 @@ class Walk:
             Storages that sleep already, by address; they are passed over.
         """
         seen: dict[int, Entry | None] = dict(known)
-        shared: set[int] | None = None
+        shared = shared_storages()
         # State of these is on the host already, in slabs of their own.
-        hosts = {
-            owner
-            for owner, optimizer in enumerate(self.optimizers.values(), start=len(self.models))
-            if is_ours(optimizer)
-        }
-        for kind, name, owner, container, key, tensor in self.members():
-            for part in (tensor,) if type(tensor) in PLAIN else dense(tensor):
-                device = part.get_device()
-                if (device < 0) is on_gpu:
+        optimizers = enumerate(self.optimizers.values(), start=len(self.models))
+        hosts = {owner for owner, optimizer in optimizers if is_ours(optimizer)}
+        for kind, prefix, owner, container, items in self._collections():
+            for suffix, key, tensor in items:
+                if tensor is None:
                     continue
-                try:
-                    storage = part.untyped_storage()
-                except (NotImplementedError, RuntimeError):
-                    size = part.element_size() * part._nnz() if part.is_sparse else 0
-                    self.left.append(Left(kind, name, size, f"its layout is {part.layout}"))
-                    continue
-                address = storage._cdata
-                if address in seen:
-                    entry = seen[address]
-                    if entry is not None and address not in known:
-                        entry.holders.append((container, key))
-                        entry.aliases.append(name)
-                    continue
-                size = storage.nbytes()
-                # On the CPU a lone number, such as a step counter, stays; and a meta tensor has no memory.
-                lone = device < 0 and part.dim() == 0 and size == part.element_size()
-                if size == 0 or lone or (device < 0 and part.device.type != "cpu"):
-                    seen[address] = None
-                    continue
-                if shared is None:
-                    shared = shared_storages()
-                if address in shared:
-                    reason = "other processes have its memory (IPC)"
-                elif not storage.resizable():
-                    if owner in hosts:
-                        seen[address] = None
+                for part in (tensor,) if type(tensor) in PLAIN else dense(tensor):
+                    device = part.get_device()
+                    if (device < 0) is on_gpu:
                         continue
-                    reason = "its memory is not torch's own: mapped, shared between processes or through DLPack"
-                else:
-                    entry = Entry(kind, name, storage, size, device, owner, [(container, key)])
-                    seen[address] = entry
-                    yield entry
-                    continue
-                seen[address] = None
-                self.left.append(Left(kind, name, size, reason))
+                    try:
+                        storage = part.untyped_storage()
+                    except (NotImplementedError, RuntimeError):
+                        self.left.append(Left(kind, prefix + suffix, 0, f"its layout is {part.layout}"))
+                        continue
+                    address = storage._cdata
+                    if address in seen:
+                        entry = seen[address]
+                        if entry is not None and address not in known:
+                            entry.alias(prefix + suffix, container, key)
+                        continue
+                    size = storage.nbytes()
+                    if device < 0 and (part.device.type != "cpu" or (part.dim() == 0 and size == part.element_size())):
+                        # A meta tensor has no memory, and on the CPU a lone number, such as a step counter, stays.
+                        size = 0
+                    if size == 0:
+                        seen[address] = None
+                    elif address in shared or not storage.resizable():
+                        seen[address] = None
+                        if owner not in hosts:
+                            reason = IPC if address in shared else FOREIGN
+                            self.left.append(Left(kind, prefix + suffix, size, reason))
+                    else:
+                        entry = Entry(kind, prefix + suffix, storage, address, size, device, owner, container, key)
+                        seen[address] = entry
+                        yield entry
 
 
 def shared_storages() -> set[int]:

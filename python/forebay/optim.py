@@ -433,9 +433,10 @@ class AdamW(torch.optim.Optimizer):
             self._has_ring = False
 
     def _restore_ring(self) -> None:
-        if self._engine is not None and self._compute is not None and self._stores and not self._closed:
-            if not self._has_ring:
-                self._open_ring(self._engine, self._compute)
+        if self._engine is None or self._compute is None or self._closed:
+            return
+        if self._stores and not self._has_ring:
+            self._open_ring(self._engine, self._compute)
 
     def _create_resident(self, new: list[torch.Tensor], names: list[str], amsgrad: list[bool]) -> None:
         _, compute = self._open()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from contextlib import contextmanager
@@ -75,7 +76,8 @@ class Sleeper:
         self._budget = budget
         # One for each device; -1 is the CPU.
         self._slabs: dict[int, _core.Slabs] = {}
-        self._numbers: dict[tuple[str, str], int] = {}
+        # Numbers of storages in the slabs, by kind and name.
+        self._numbers: dict[str, int] = {}
         self._next_number = 0
         # What sleeps, by the storage's address.
         self._asleep: dict[int, Entry] = {}
@@ -100,10 +102,9 @@ class Sleeper:
         self._join_pinning()
         self._pinning_error = None
         found: dict[int, list[Entry]] = {}
-        for entry in self._walk().entries(on_gpu=self._on_gpu(), known=self._asleep):
-            if entry.kind != "gradients" or self._gradients == "keep":
-                self._number(entry)
-                found.setdefault(entry.device, []).append(entry)
+        kinds = set(KINDS) if self._gradients == "keep" else set(KINDS) - {"gradients"}
+        for entry in self._choose(self._walk(), kinds):
+            found.setdefault(entry.device, []).append(entry)
         # Numbers only: a thread that held storages would keep what the user drops meanwhile.
         wanted = [
             (self._slabs_of(device), [e.number for e in entries], [e.size for e in entries])
@@ -171,50 +172,61 @@ class Sleeper:
             for model in self._models.values():
                 reshard(model)
         self._join_pinning()
+        with _no_collection():
+            self._sleep(kinds)
+        if give_back and torch.cuda.is_available() and torch.cuda.is_initialized():
+            begun = time.perf_counter()
+            torch.cuda.empty_cache()
+            self._figures.give_back_s = time.perf_counter() - begun
+
+    def _sleep(self, kinds: set[str]) -> None:
         begun = time.perf_counter()
-        if "gradients" in kinds and self._gradients == "drop":
-            for parameter in self._walk().parameters():
-                parameter.grad = None
         figures = self._figures
         figures.begin_sleep()
         walk = self._walk()
         mover = _Mover(self, to_sleep=True)
+        rings = self._rings_to_release() if "optimizer" in kinds else []
         try:
             deferred: list[Entry] = []
-            batch = _Batches()
-            for entry in walk.entries(on_gpu=self._on_gpu(), known=self._asleep):
-                if entry.kind not in kinds:
-                    figures.stays(entry)
-                    continue
-                self._number(entry)
-                for full in batch.add(entry):
-                    self._offer(mover, full, deferred)
-            for full in batch.rest():
-                self._offer(mover, full, deferred)
+            for batch in _batched(self._choose(walk, kinds)):
+                self._offer(mover, batch, deferred)
             if deferred:
                 self._place(deferred)
-                for full in _batched(deferred):
-                    mover.submit(full)
-            if mover.batches or ("optimizer" in kinds and not self._rings):
+                for batch in _batched(deferred):
+                    mover.submit(batch)
+            # From here on nothing is refused any more.
+            if mover.batches or rings:
                 self._guard()
+            if "gradients" in kinds and self._gradients == "drop":
+                for parameter in walk.parameters():
+                    parameter.grad = None
             self._empty(mover)
             mover.finish()
+            for optimizer in rings:
+                optimizer._release_ring()
+                self._rings.append(optimizer)
         except BaseException:
             mover.abort()
-            if not self._asleep:
+            if not self._asleep and not self._rings:
                 self._unguard()
             raise
-        if "optimizer" in kinds:
-            self._release_rings()
         figures.left = walk.left
         figures.end_sleep(time.perf_counter() - begun)
-        if give_back:
-            begun = time.perf_counter()
-            for device in self._slabs:
-                if device >= 0:
-                    with torch.cuda.device(device):
-                        torch.cuda.empty_cache()
-            figures.give_back_s = time.perf_counter() - begun
+
+    def _choose(self, walk: Walk, kinds: set[str]) -> Iterator[Entry]:
+        """Go through the storages that are to sleep, each with its number."""
+        numbers = self._numbers
+        for entry in walk.entries(on_gpu=self._on_gpu(), known=self._asleep):
+            if entry.kind == "gradients" and self._gradients == "drop" and "gradients" in kinds:
+                continue
+            if entry.kind in kinds:
+                number = numbers.get(entry.kind + entry.name)
+                if number is None or number in self._asleep_numbers:
+                    number = self._new_number(entry)
+                entry.number = number
+                yield entry
+            else:
+                self._figures.stays(entry)
 
     def _offer(self, mover: _Mover, batch: list[Entry], deferred: list[Entry]) -> None:
         """Submit a batch whose places are known; copying is harmless, whatever else is found. Others come later."""
@@ -246,7 +258,7 @@ class Sleeper:
             mover.slabs(batch).keep(numbers)
             self._asleep_numbers.update(numbers)
             for entry in batch.entries:
-                self._asleep[entry.storage._cdata] = entry
+                self._asleep[entry.address] = entry
                 entry.storage.resize_(0)
             self._figures.slept(batch)
 
@@ -259,11 +271,9 @@ class Sleeper:
                 "first, leave 'gradients' out of what, or make the sleeper with gradients='keep' or 'drop'"
             )
 
-    def _release_rings(self) -> None:
-        for optimizer in self._optimizers.values():
-            if is_ours(optimizer) and optimizer not in self._rings:
-                optimizer._release_ring()  # type: ignore[attr-defined]
-                self._rings.append(optimizer)
+    def _rings_to_release(self) -> list[Any]:
+        """Return the optimizers of forebay's own whose rings are still on the device."""
+        return [one for one in self._optimizers.values() if is_ours(one) and one not in self._rings]
 
     # Waking.
 
@@ -297,8 +307,9 @@ class Sleeper:
         mover = _Mover(self, to_sleep=False)
         units = _Units(self._models) if lazy else None
         try:
-            for batch in self._in_order(chosen, ranks, units):
-                self._allocate(mover, batch)
+            with _no_collection():
+                for batch in self._in_order(chosen, ranks, units):
+                    self._allocate(mover, batch)
         except BaseException as error:
             self._arrive(mover)
             mover.abort()
@@ -337,7 +348,7 @@ class Sleeper:
             mover.slabs(batch).free(numbers)
             self._asleep_numbers.difference_update(numbers)
             for entry in batch.entries:
-                self._asleep.pop(entry.storage._cdata, None)
+                self._asleep.pop(entry.address, None)
             self._figures.woke(batch)
 
     def _finish_wake(self) -> None:
@@ -526,15 +537,11 @@ class Sleeper:
         others = sum(other.pinned_bytes() for other in self._slabs.values() if other is not slabs)
         return max(self._budget - others, 0)
 
-    def _number(self, entry: Entry) -> None:
-        """Give an entry the number of its name; another one where something sleeps under that."""
-        key = (entry.kind, entry.name)
-        number = self._numbers.get(key)
-        if number is None or number in self._asleep_numbers:
-            number = self._next_number
-            self._next_number += 1
-            self._numbers[key] = number
-        entry.number = number
+    def _new_number(self, entry: Entry) -> int:
+        """Return a number for a name that has none, or under whose number something sleeps."""
+        self._next_number += 1
+        self._numbers[entry.kind + entry.name] = self._next_number
+        return self._next_number
 
     def _refuse_capture(self) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -552,38 +559,31 @@ class _Batch:
         self.size = sum(entry.size for entry in entries)
 
 
-class _Batches:
-    """Collects entries into batches, separately for each device."""
-
-    def __init__(self) -> None:
-        self._open: dict[int, list[Entry]] = {}
-        self._size: dict[int, int] = {}
-
-    def add(self, entry: Entry) -> Iterator[list[Entry]]:
-        """Take an entry, and go through the batches that are complete."""
-        device = entry.device
-        batch = self._open.get(device)
-        if batch is not None and (
-            self._size[device] >= BATCH_BYTES or len(batch) >= BATCH_ENTRIES or batch[0].kind != entry.kind
-        ):
-            yield batch
-            batch = None
-        if batch is None:
-            self._open[device], self._size[device] = [entry], entry.size
-        else:
-            batch.append(entry)
-            self._size[device] += entry.size
-
-    def rest(self) -> list[list[Entry]]:
-        """Return the batches that are not complete."""
-        return list(self._open.values())
-
-
 def _batched(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
-    batches = _Batches()
+    """Cut into batches of one kind and one device each."""
+    batch: list[Entry] = []
+    size, kind, device = 0, "", -1
     for entry in entries:
-        yield from batches.add(entry)
-    yield from batches.rest()
+        if entry.kind != kind or entry.device != device or size >= BATCH_BYTES or len(batch) >= BATCH_ENTRIES:
+            if batch:
+                yield batch
+            batch, size, kind, device = [], 0, entry.kind, entry.device
+        batch.append(entry)
+        size += entry.size
+    if batch:
+        yield batch
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python's cyclic garbage collector out: the objects of a walk are many, and it would look at all others."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class _Mover:

@@ -53,8 +53,8 @@ impl Slabs {
     }
 
     /// Whether each storage has its place, of this size, with nothing asleep there.
-    fn holds(&self, ids: Vec<u64>, sizes: Vec<u64>) -> bool {
-        self.sleeper.holds(&ids.into_iter().zip(sizes).collect::<Vec<_>>())
+    fn holds(&self, py: Python<'_>, ids: Vec<u64>, sizes: Vec<u64>) -> PyResult<bool> {
+        guard::run(py, || Ok(self.sleeper.holds(&ids.into_iter().zip(sizes).collect::<Vec<_>>())))
     }
 
     /// Give each storage a place; pins what is missing.
@@ -126,25 +126,33 @@ impl Slabs {
     }
 
     /// Note that storages sleep: their places are not given away and not stored to.
-    fn keep(&self, ids: Vec<u64>) {
-        self.sleeper.keep(&ids);
+    fn keep(&self, py: Python<'_>, ids: Vec<u64>) -> PyResult<()> {
+        guard::run(py, || {
+            self.sleeper.keep(&ids);
+            Ok(())
+        })
     }
 
     /// Note that storages are awake.
-    fn free(&self, ids: Vec<u64>) {
-        self.sleeper.free(&ids);
+    fn free(&self, py: Python<'_>, ids: Vec<u64>) -> PyResult<()> {
+        guard::run(py, || {
+            self.sleeper.free(&ids);
+            Ok(())
+        })
     }
 
     /// Pinned bytes.
-    fn pinned_bytes(&self) -> u64 {
-        self.sleeper.pinned_bytes()
+    fn pinned_bytes(&self, py: Python<'_>) -> PyResult<u64> {
+        guard::run(py, || Ok(self.sleeper.pinned_bytes()))
     }
 
     /// What pinning took: bytes and nanoseconds of the slabs there are.
-    fn pin_stats(&self) -> (u64, u64) {
-        let stats = self.sleeper.pin_stats();
-        let ns = stats.iter().map(|stats| stats.fault_ns + stats.register_ns).sum();
-        (stats.iter().map(|stats| stats.bytes).sum(), ns)
+    fn pin_stats(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
+        guard::run(py, || {
+            let stats = self.sleeper.pin_stats();
+            let ns = stats.iter().map(|stats| stats.fault_ns + stats.register_ns).sum();
+            Ok((stats.iter().map(|stats| stats.bytes).sum(), ns))
+        })
     }
 
     /// Allocations, slabs, streams and events made on the device so far; constant from the third sleep on.
