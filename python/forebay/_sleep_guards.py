@@ -2,8 +2,8 @@
 
 A guard stands at every door that torch offers: calling a module, its ``state_dict`` and ``load_state_dict``, an
 optimizer's ``step``, ``state_dict`` and ``load_state_dict``, and pickling or copying either, which is how
-``torch.save`` of a whole model gets at its bytes. While a lazy wake is under way the same guards wait for what is needed
-instead.
+``torch.save`` of a whole model gets at its bytes. While a lazy wake is under way the same guards wait for what is
+needed instead.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     Collection = tuple[str, str, int, Any, Iterable[tuple[str, Any, torch.Tensor | None]]]
-    """Kind, prefix of names, owner's number, the container, and from it the rest of the name, the key and the tensor."""
+    """Kind, prefix of names, owner's number, container, and from it the rest of each name, the key and the tensor."""
 
 KINDS = ("parameters", "buffers", "gradients", "optimizer")
 """What can sleep, in the order in which it does."""
@@ -210,24 +210,24 @@ class Walk:
                     if parameter.grad is not None:
                         gradients.append((prefix + key, owner, parameter))
         for owner, prefix, module in self._modules():
-            own = module._buffers
-            if own:
-                yield "buffers", prefix, owner, own, zip(own, own, own.values(), strict=True)
+            held = module._buffers
+            if held:
+                yield "buffers", prefix, owner, held, zip(held, held, held.values(), strict=True)
         of_models = set(names)
         for owner, optimizer in enumerate(self.optimizers.values(), start=count):
             for index, group in enumerate(optimizer.param_groups):
-                for position, parameter in enumerate(group["params"]):
-                    if id(parameter) not in names:
-                        names[id(parameter)] = f"group {index}.params[{position}]"
-                        if parameter.grad is not None:
-                            gradients.append((names[id(parameter)], owner, parameter))
-        for name, owner, parameter in gradients:
-            yield "gradients", "", owner, parameter, ((name, "grad", parameter.grad),)
+                for position, tensor in enumerate(group["params"]):
+                    if id(tensor) not in names:
+                        names[id(tensor)] = f"group {index}.params[{position}]"
+                        if tensor.grad is not None:
+                            gradients.append((names[id(tensor)], owner, tensor))
+        for name, owner, tensor in gradients:
+            yield "gradients", "", owner, tensor, ((name, "grad", tensor.grad),)
         for owner, (label, optimizer) in enumerate(self.optimizers.items(), start=count):
             first = f"{label}." if label else ""
-            for index, (parameter, state) in enumerate(dict.items(optimizer.state)):
-                name = f"{first}state[{names.get(id(parameter), index)}]"
-                for inner, container, key, tensor in nested(state, name, optimizer.state, parameter):
+            for index, (of, state) in enumerate(dict.items(optimizer.state)):
+                name = f"{first}state[{names.get(id(of), index)}]"
+                for inner, container, key, tensor in nested(state, name, optimizer.state, of):
                     yield "optimizer", "", owner, container, ((inner, key, tensor),)
             yield from self._in_groups(owner, first, optimizer, of_models)
 

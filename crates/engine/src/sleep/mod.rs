@@ -117,7 +117,7 @@ impl Sleeper {
         self.pool.device()
     }
 
-    /// Bytes of staging memory that a transfer can use.
+    /// Bytes of staging memory that keep the wire busy.
     pub fn staging_bytes() -> u64 {
         SLOT_BYTES * SLOTS as u64
     }
@@ -167,8 +167,8 @@ impl Sleeper {
         Ok(())
     }
 
-    /// Begins to move storages. What was submitted to `after` so far happens before. Small storages are packed
-    /// where there is staging memory of [`Self::staging_bytes`].
+    /// Begins to move storages. What was submitted to `after` so far happens before. Small storages are packed where
+    /// there is staging memory; [`Self::staging_bytes`] of it keep the wire busy, less works too.
     pub fn begin(&self, direction: Direction, after: Option<&Stream>, staging: Option<&Buffer>) -> Result<Transfer> {
         let lanes = {
             let mut made = lock(&self.lanes);

@@ -16,8 +16,9 @@ use std::thread::JoinHandle;
 
 use forebay_device::{Buffer, Error as DeviceError, Event, Kernel, Region, SharedDevice, Stream};
 
+use super::layout::EXTENT_ALIGN_BYTES;
 use super::moves::{Move, Part};
-use super::{Lanes, SLOT_BYTES, SLOTS};
+use super::{Lanes, SLOTS};
 use crate::error::{Error, Result};
 use crate::pipeline::{EventFence, Ring};
 use crate::sync::{Condvar, Mutex, lock};
@@ -55,7 +56,8 @@ struct Shared {
     device: SharedDevice,
     lanes: Arc<Lanes>,
     direction: Direction,
-    staging: Option<Region>,
+    /// Staging memory and the bytes of one slot in it.
+    staging: Option<(Region, u64)>,
     progress: Mutex<Progress>,
     changed: Condvar,
 }
@@ -105,7 +107,8 @@ impl Transfer {
         staging: Option<&Buffer>,
     ) -> Result<Self> {
         let turn = Turn::take(busy)?;
-        let staging = staging.map(|memory| memory.region(0, SLOT_BYTES * SLOTS as u64)).transpose()?;
+        let slot_bytes = |memory: &Buffer| memory.bytes() / SLOTS as u64 / EXTENT_ALIGN_BYTES * EXTENT_ALIGN_BYTES;
+        let staging = staging.map(|memory| (memory.all(), slot_bytes(memory))).filter(|&(_, bytes)| bytes > 0);
         let shared =
             Arc::new(Shared { device, lanes, direction, staging, progress: Mutex::default(), changed: Condvar::new() });
         if let Some(after) = after {
@@ -136,7 +139,7 @@ impl Transfer {
     }
 
     pub(super) fn slot_bytes(&self) -> Option<u64> {
-        self.shared.staging.as_ref().map(|_| SLOT_BYTES)
+        self.shared.staging.as_ref().map(|&(_, slot_bytes)| slot_bytes)
     }
 
     pub(super) fn submit(
@@ -323,22 +326,23 @@ impl Shared {
     }
 
     fn slot(&self, slot: usize, bytes: u64) -> Result<Region> {
-        let staging = self.staging.as_ref().ok_or_else(|| Error::InvalidOption {
+        let (staging, slot_bytes) = self.staging.as_ref().ok_or_else(|| Error::InvalidOption {
             option: "staging",
             value: "none".to_owned(),
             remedy: "nothing is packed without staging memory".to_owned(),
         })?;
-        Ok(staging.slice(slot as u64 * SLOT_BYTES, bytes)?)
+        Ok(staging.slice(slot as u64 * slot_bytes, bytes)?)
     }
 
     /// Blocks until both lanes are empty.
     fn settle(&self) -> Result<()> {
+        let end = self.lanes.event(&self.device)?;
         for stream in [self.copying(), &self.lanes.pack] {
-            let end = self.lanes.event(&self.device)?;
-            self.device.record(&end, stream)?;
-            self.device.synchronize(&end)?;
-            lock(&self.lanes.spare).push(end);
+            let empty = || self.device.record(&end, stream).and_then(|()| self.device.synchronize(&end));
+            // A refused call is tried once more: without it memory would go back while it may still be in use.
+            empty().or_else(|_| empty())?;
         }
+        lock(&self.lanes.spare).push(end);
         Ok(())
     }
 }
