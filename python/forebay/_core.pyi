@@ -111,10 +111,6 @@ class Slabs:
         """
         Whether each storage has its place, of this size, with nothing asleep there.
         """
-    def keep(self, /, ids: SupportsGetItem[int, SupportsIndex]) -> None:
-        """
-        Note that storages sleep: their places are not given away and not stored to.
-        """
     def pin_stats(self, /) -> tuple[int, int]:
         """
         What pinning took: bytes and nanoseconds of the slabs there are.
@@ -142,7 +138,8 @@ class Slabs:
         """
     def submit(self, /, ids: SupportsGetItem[int, SupportsIndex], addrs: SupportsGetItem[int, SupportsIndex], sizes: SupportsGetItem[int, SupportsIndex], owner: Any, stream: SupportsIndex) -> int:
         """
-        Hand over a batch: numbers, addresses and sizes of storages that `owner` holds. Returns its number.
+        Hand over a batch: numbers, addresses and sizes of storages that `owner` holds. Returns its number. Storages of
+        a sleep count as asleep until they are freed: their places are neither given away nor stored to.
         """
     def wait(self, /, batch: SupportsIndex) -> None:
         """

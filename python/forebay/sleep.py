@@ -208,6 +208,9 @@ class Sleeper:
                 self._rings.append(optimizer)
         except BaseException:
             mover.abort()
+            for batch in mover.batches:
+                awake = [entry.number for entry in batch.entries if entry.address not in self._asleep]
+                mover.slabs(batch).free(awake)
             if not self._asleep and not self._rings:
                 self._unguard()
             raise
@@ -255,9 +258,7 @@ class Sleeper:
         for batch in mover.batches:
             mover.wait(batch)
             # Noted first: whatever stops this in the middle, what is empty can be woken.
-            numbers = [entry.number for entry in batch.entries]
-            mover.slabs(batch).keep(numbers)
-            self._asleep_numbers.update(numbers)
+            self._asleep_numbers.update([entry.number for entry in batch.entries])
             for entry in batch.entries:
                 self._asleep[entry.address] = entry
                 entry.storage.resize_(0)

@@ -22,6 +22,7 @@ on_devices! {
         the_callers_use_of_fresh_memory_is_waited_for,
         what_sleeps_is_never_stored_to,
         growth_moves_nothing_that_sleeps,
+        room_found_during_a_sleep_is_not_that_of_its_own_batches,
         from_the_third_time_on_nothing_is_made,
         a_refused_call_ends_the_transfer_and_loses_nothing,
         a_budget_is_kept_with_the_numbers,
@@ -96,7 +97,6 @@ impl<'a> Rig<'a> {
         let ids: Vec<u64> = memory.iter().map(|&(id, _)| id).collect();
         self.sleeper.place(&self.wants(&ids), None).unwrap();
         self.transfer(Direction::Sleep, &memory).unwrap();
-        self.sleeper.keep(&ids);
         // What is given back is soon somebody else's.
         memory.iter().for_each(|(_, buffer)| self.on.fill(&buffer.all(), 0xdb));
     }
@@ -156,7 +156,6 @@ fn the_callers_work_before_a_sleep_is_waited_for(on: &Subject) {
         on.launch(&rig.compute, &Kernel::Spin { ns: 20_000_000 }).unwrap();
         on.launch(&rig.compute, &Kernel::Fill { dst: memory[0].1.all(), byte: 0x17 }).unwrap();
         rig.transfer(Direction::Sleep, &memory).unwrap();
-        rig.sleeper.keep(&[0]);
         let back = rig.fresh(&[0]);
         rig.transfer(Direction::Wake, &back).unwrap();
         assert!(on.download(&back[0].1.all()) == vec![0x17; 5000], "the slab has what the caller wrote last");
@@ -208,6 +207,22 @@ fn growth_moves_nothing_that_sleeps(on: &Subject) {
     rig.wake(&[0], 0);
 }
 
+fn room_found_during_a_sleep_is_not_that_of_its_own_batches(on: &Subject) {
+    let rig = Rig::new(on, &SIZES[..6], KIB);
+    rig.sleep(rig.memory(&[0, 1, 2, 3], 0));
+    rig.wake(&[0, 1, 2, 3], 0);
+    // Two are on their way to their old places when another storage, that needs room, turns up.
+    let memory = rig.memory(&[2, 3, 4, 5], 1);
+    let transfer = rig.sleeper.begin(Direction::Sleep, Some(&rig.compute), rig.staging.as_ref()).unwrap();
+    let regions = |part: &[(u64, Buffer)]| part.iter().map(|(id, buffer)| (*id, buffer.all())).collect();
+    rig.sleeper.submit(&transfer, regions(&memory[..2]), None).unwrap();
+    rig.sleeper.place(&rig.wants(&[4, 5]), None).unwrap();
+    rig.sleeper.submit(&transfer, regions(&memory[2..]), None).unwrap();
+    transfer.finish().unwrap();
+    drop(transfer);
+    rig.wake(&[2, 3, 4, 5], 1);
+}
+
 fn from_the_third_time_on_nothing_is_made(on: &Subject) {
     let rig = Rig::new(on, &SIZES[..6], KIB);
     // What the test itself makes is not counted.
@@ -217,7 +232,6 @@ fn from_the_third_time_on_nothing_is_made(on: &Subject) {
         let before = on.counters();
         rig.sleeper.place(&rig.wants(&rig.ids()), None).unwrap();
         rig.transfer(Direction::Sleep, &memory).unwrap();
-        rig.sleeper.keep(&rig.ids());
         rig.transfer(Direction::Wake, &back).unwrap();
         rig.sleeper.free(&rig.ids());
         let now = on.counters();
@@ -265,6 +279,7 @@ fn refuse(on: &Subject, call: Call, direction: Direction, nth: u64) -> bool {
             return false;
         }
         device_error(outcome);
+        rig.sleeper.free(&ids);
         rig.sleep(memory);
     }
     rig.wake(&ids, 0);

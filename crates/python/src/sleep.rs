@@ -85,7 +85,8 @@ impl Slabs {
         })
     }
 
-    /// Hand over a batch: numbers, addresses and sizes of storages that `owner` holds. Returns its number.
+    /// Hand over a batch: numbers, addresses and sizes of storages that `owner` holds. Returns its number. Storages of
+    /// a sleep count as asleep until they are freed: their places are neither given away nor stored to.
     fn submit(
         &self,
         py: Python<'_>,
@@ -122,14 +123,6 @@ impl Slabs {
             let outcome = transfer.map_or(Ok(()), |transfer| transfer.finish());
             self.current().take();
             outcome
-        })
-    }
-
-    /// Note that storages sleep: their places are not given away and not stored to.
-    fn keep(&self, py: Python<'_>, ids: Vec<u64>) -> PyResult<()> {
-        guard::run(py, || {
-            self.sleeper.keep(&ids);
-            Ok(())
         })
     }
 

@@ -133,12 +133,7 @@ impl Sleeper {
         lock(&self.room).place(&self.pool, wants, budget_bytes)
     }
 
-    /// Marks storages as asleep: from now on their places are not given away and not stored to.
-    pub fn keep(&self, ids: &[u64]) {
-        lock(&self.room).layout.mark(ids, true);
-    }
-
-    /// Marks storages as awake.
+    /// Marks storages as awake: their places may be stored to again, or given away.
     pub fn free(&self, ids: &[u64]) {
         lock(&self.room).layout.mark(ids, false);
     }
@@ -180,10 +175,11 @@ impl Sleeper {
         Transfer::begin(self.device().clone(), lanes, self.busy.clone(), direction, after, staging)
     }
 
-    /// Hands a batch of storages with their memory to a transfer, and returns its number. On a wake, what was submitted
+    /// Hands a batch of storages with their memory to a transfer, and returns its number. From here on a sleep's
+    /// storages count as asleep, until they are [freed](Self::free), also where the transfer fails. On a wake, what was submitted
     /// to `after` so far may still use that memory; the batch waits for it.
     pub fn submit(&self, transfer: &Transfer, batch: Vec<(u64, Region)>, after: Option<&Stream>) -> Result<usize> {
-        let room = lock(&self.room);
+        let mut room = lock(&self.room);
         let storing = transfer.direction() == Direction::Sleep;
         let mut extents = Vec::with_capacity(batch.len());
         for (id, region) in &batch {
@@ -207,7 +203,13 @@ impl Sleeper {
             Ok((one, slab))
         });
         let moves = moves.collect::<Result<Vec<_>>>()?;
-        transfer.submit(batch.into_iter().map(|(_, region)| region).collect(), moves, after)
+        let (ids, regions): (Vec<u64>, Vec<Region>) = batch.into_iter().unzip();
+        let number = transfer.submit(regions, moves, after)?;
+        if storing {
+            // Now, not when it has arrived: somebody may need room meanwhile.
+            room.layout.mark(&ids, true);
+        }
+        Ok(number)
     }
 }
 
