@@ -1,8 +1,8 @@
 """Sleep and wake against other ways to move tensors off the GPU and back: one table, one JSON file.
 
 8 GB in 400 tensors and in 20,000, each row in a process of its own (see ``sleep_rows.py``). Times are whole calls,
-until the device is idle and every byte has arrived. The first time, with all pinning, is a column of its own; the others are
-medians of the times after it. The limit is one flat pinned copy of the same bytes.
+until the device is idle and every byte has arrived. The first time, with all pinning, is a column of its own; the
+others are medians of the times after it. The limit is one flat pinned copy of the same bytes.
 
 usage: python bench/sleep.py [--json PATH] [--quick] [--device cuda:0] [--rows forebay,flat] [--repeats 6]
 """

@@ -299,10 +299,10 @@ class Walk:
                         size = 0
                     if size == 0:
                         seen[address] = None
-                    elif address in shared or not storage.resizable():
+                    elif address in shared or not storage.resizable() or (device < 0 and storage.is_shared()):
                         seen[address] = None
                         if owner not in hosts:
-                            reason = IPC if address in shared else FOREIGN
+                            reason = FOREIGN if not storage.resizable() else IPC
                             self.left.append(Left(kind, prefix + suffix, size, reason))
                     else:
                         entry = Entry(kind, prefix + suffix, storage, address, size, device, owner, container, key)

@@ -208,9 +208,9 @@ class Sleeper:
                 self._rings.append(optimizer)
         except BaseException:
             mover.abort()
-            for batch in mover.batches:
-                awake = [entry.number for entry in batch.entries if entry.address not in self._asleep]
-                mover.slabs(batch).free(awake)
+            for sent in mover.batches:
+                awake = [entry.number for entry in sent.entries if entry.address not in self._asleep]
+                mover.slabs(sent).free(awake)
             if not self._asleep and not self._rings:
                 self._unguard()
             raise

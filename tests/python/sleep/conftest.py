@@ -22,3 +22,9 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def lazy(request: pytest.FixtureRequest) -> bool:
     """How to wake."""
     return bool(request.param)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Several threads for small tensors cost more than they bring where other tests use the machine too."""
+    torch.set_num_threads(1)

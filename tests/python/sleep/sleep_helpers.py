@@ -28,6 +28,7 @@ class Block(nn.Module):
         self.register_buffer("scale", torch.full((WIDTH,), 0.5, device=device))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Add to the input."""
         return x + self.scale * self.linear(self.norm(x)).tanh()
 
 
@@ -45,6 +46,7 @@ class Net(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Go through all layers."""
         x = self.embed(x) + self.frozen
         for layer in self.layers:
             x = layer(x)

@@ -129,7 +129,7 @@ def test_a_graph_that_was_built_before_survives(device: torch.device) -> None:
 
 
 def test_several_models_and_optimizers_in_one(device: torch.device) -> None:
-    models = {"actor": Net(device), "critic": nn.Linear(WIDTH := 5, WIDTH, device=device)}
+    models = {"actor": Net(device), "critic": nn.Linear(5, 5, device=device)}
     optimizers = [torch.optim.AdamW(model.parameters()) for model in models.values()]
     train(models["actor"], optimizers[0], device, 1)
     models["critic"](torch.ones(5, device=device)).sum().backward()

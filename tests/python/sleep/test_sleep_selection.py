@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -169,7 +169,7 @@ def test_a_gradient_that_was_dropped_while_asleep_is_gone_without_a_word(device:
 class Spy:
     """Slabs that note what was submitted and waited for."""
 
-    log: list[tuple[str, Any]] = []
+    log: ClassVar[list[tuple[str, Any]]] = []
 
     def __init__(self, device: str) -> None:
         self._slabs = REAL(device)
@@ -179,14 +179,17 @@ class Spy:
 
     @staticmethod
     def staging_bytes() -> int:
+        """Pass on."""
         return int(REAL.staging_bytes())
 
     def submit(self, numbers: list[int], addresses: list[int], sizes: list[int], *rest: Any) -> int:
+        """Pass on, noted."""
         batch = self._slabs.submit(numbers, addresses, sizes, *rest)
         self.log.append(("submit", (batch, sizes)))
         return int(batch)
 
     def wait(self, batch: int) -> None:
+        """Pass on, noted."""
         self.log.append(("wait", batch))
         self._slabs.wait(batch)
 
@@ -221,7 +224,9 @@ def test_a_lazy_wake_lets_the_first_layer_run_before_the_last_has_arrived(
         layer.register_forward_hook(lambda *_: seen.append(max(b for what, b in log if what == "wait")))
     assert torch.equal(bits(model(batch(device, 0))), bits(want))
     assert seen == sorted(seen)
-    assert seen[0] < seen[1] < seen[2] < batches[-1], "each layer waited for itself, and the optimizer's state for nobody"
+    assert seen[0] < seen[1] < seen[2] < batches[-1], (
+        "each layer waited for itself, and the optimizer's state for nobody"
+    )
     train(model, optimizer, device, 1)
     assert max(b for what, b in log if what == "wait") == batches[-1]
 
