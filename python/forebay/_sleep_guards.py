@@ -134,6 +134,15 @@ class OptimizerGuard(Guard):
         self._no_pickle(optimizer, check_state)
 
 
+def gathers_ahead(model: torch.nn.Module) -> bool:
+    """Whether FSDP2 was told to read the weights of modules before they are called."""
+    for module in model.modules():
+        state = getattr(module, "_get_fsdp_state", None)
+        if state is not None and getattr(state(), "_states_to_forward_prefetch", None):
+            return True
+    return False
+
+
 def calling_units(model: torch.nn.Module) -> set[torch.nn.Module]:
     """Return the modules that are sure to be called through their own forward, so that they can wait for themselves.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forebay import _core
-from forebay._sleep_guards import Guard, ModuleGuard, OptimizerGuard, calling_units
+from forebay._sleep_guards import Guard, ModuleGuard, OptimizerGuard, calling_units, gathers_ahead
 from forebay._sleep_walk import KINDS, Entry, Left, Walk, is_held, is_ours, named, reshard
 from forebay._torch import stream_handle
 from forebay.errors import AsleepError, Error, OptionError
@@ -296,7 +296,8 @@ class Sleeper:
             What to bring first: modules, names of modules or tensors, or kinds. The rest follows.
         lazy
             Return while bytes are still on their way, layer after layer. A module's forward waits for what it needs;
-            ``state_dict``, ``step`` and another ``sleep`` or ``wake`` wait for everything.
+            ``state_dict``, ``step`` and another ``sleep`` or ``wake`` wait for everything. Tensors that are read by
+            hand have their bytes only then. Where FSDP2 gathers weights ahead of their modules, nothing is lazy.
         """
         kinds = set(KINDS) if what is None else _kinds(what)
         ranks = self._ranks(order)
@@ -307,6 +308,7 @@ class Sleeper:
         figures.begin_wake()
         chosen = [entry for entry in self._asleep.values() if entry.kind in kinds]
         mover = _Mover(self, to_sleep=False)
+        lazy = lazy and not any(map(gathers_ahead, self._models.values()))
         units = _Units(self._models) if lazy else None
         try:
             with _no_collection():
@@ -325,6 +327,10 @@ class Sleeper:
         self._waking = _Waking(mover, units, begun)
         if not lazy or not chosen:
             self._finish_wake()
+        else:
+            for sent in mover.batches:
+                if sent.kind == "buffers":
+                    mover.wait(sent)
         if replaced:
             raise _replaced(replaced)
 
@@ -698,6 +704,9 @@ class _Units:
 
     def first_use(self, entry: Entry) -> int:
         """Return the unit in whose batch a storage travels."""
+        if entry.kind == "buffers":
+            # DDP broadcasts them before it calls anything.
+            return -1
         if entry.kind == "optimizer":
             return 1 << 60
         return min(self.units_of(entry), default=0)
