@@ -28,6 +28,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", help="cuda:0 or cpu; by default the first GPU, or the CPU where there is none")
     parser.add_argument("--quick", action="store_true", help="a few MB, in seconds, also on the CPU")
     parser.add_argument("--rows", default=",".join(sleep_rows.ROWS), help="separated by commas: %(default)s")
+    workloads = ",".join(sleep_rows.WORKLOADS)
+    parser.add_argument("--workloads", default=workloads, help="numbers of tensors, separated by commas: %(default)s")
     parser.add_argument("--repeats", type=int, default=6, help="times there and back (%(default)s)")
     parser.add_argument("--commit", help="the commit to note; by default what git says")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all numbers to this file")
@@ -35,6 +37,9 @@ def parse() -> argparse.Namespace:
     options.rows = options.rows.split(",")
     if unknown := [row for row in options.rows if row not in sleep_rows.ROWS]:
         parser.error(f"unknown rows: {', '.join(unknown)}; there are {', '.join(sleep_rows.ROWS)}")
+    options.workloads = options.workloads.split(",")
+    if unknown := [name for name in options.workloads if name not in sleep_rows.WORKLOADS]:
+        parser.error(f"unknown workloads: {', '.join(unknown)}; there are {workloads}")
     if options.repeats < 2:
         parser.error(f"--repeats must be at least 2, the first time is told apart: {options.repeats}")
     return options
@@ -42,7 +47,7 @@ def parse() -> argparse.Namespace:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Run everything and return it as it goes into the file."""
-    progress = Progress(len(options.rows) * len(sleep_rows.WORKLOADS) + 2)
+    progress = Progress(len(options.rows) * len(options.workloads) + 2)
     progress.begin("machine")
     machine = job("machine", {"device": options.device}, sleep_rows)
     if reason := machine.get("cannot_run") or machine.get("error"):
@@ -56,7 +61,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         progress.begin("probe")
         probe = job("wire", spec, sleep_rows)
     found = []
-    for workload in sleep_rows.WORKLOADS:
+    for workload in options.workloads:
         for name in options.rows:
             label = sleep_rows.ROWS[name][0]
             progress.begin(f"{label}, {workload} tensors")
@@ -89,7 +94,7 @@ def print_report(found: dict[str, Any]) -> None:
     if pin:
         print(f"pinning as `forebay probe` measures it: {pin * 1.073741824:.1f} GB/s")
     print(f"{spec['bytes'] / GB:.3g} GB; GB/s; medians after the first time\n")
-    for workload, count in sleep_rows.WORKLOADS.items():
+    for workload in dict.fromkeys(row["workload"] for row in found["rows"]):
         lines = []
         for row in found["rows"]:
             if row["workload"] != workload or why_not(row):
@@ -109,7 +114,7 @@ def print_report(found: dict[str, Any]) -> None:
                 ]
             )
         heads = [
-            f"{count} tensors",
+            f"{workload} tensors",
             "sleep",
             "wake",
             "% of limit",
