@@ -1,15 +1,17 @@
 """The rows of ``bench/sleep.py``: ways to bring tensors from the GPU to the host and back, and how each is timed.
 
 ``python bench/sleep_rows.py NAME SPEC`` does one job with the options in SPEC, which is JSON, and prints its result as
-JSON. A name is ``row:workload``.
+JSON. The job ``sleep`` is all rows over one workload, one after the other.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 import sys
 import time
+import traceback
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +21,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-WORKLOADS = {"400": 400, "20000": 20_000}
-"""Tensors that the bytes are spread over."""
+WORKLOADS = ("400", "20000")
+"""Numbers of tensors that the bytes are spread over."""
 
 
 @dataclass
@@ -85,10 +87,20 @@ def memory_saver(tensors: list[torch.nn.Parameter], spec: dict[str, Any]) -> Way
         from torch_memory_saver import torch_memory_saver as saver
     except ImportError as error:
         raise rows.CannotRunError("not installed: no module named 'torch_memory_saver'") from error
-    held = list(tensors)
-    with saver.region(enable_cpu_backup=True):
-        held.extend(tensor.detach().clone() for tensor in tensors)
-    return Way(saver.pause, saver.resume, 2, lambda: {"held": len(held)})
+    try:
+        # The other way needs a library that is loaded before Python starts.
+        saver.hook_mode = "torch"
+        with saver.region(enable_cpu_backup=True):
+            held = [tensor.detach().clone() for tensor in tensors]
+    except Exception as error:
+        raise rows.CannotRunError(f"torch_memory_saver: {type(error).__name__}: {error}") from error
+
+    def about() -> dict[str, Any]:
+        differing = sum(int((a != b).sum()) for a, b in zip(held, tensors, strict=True))
+        held.clear()
+        return {"differing": differing}
+
+    return Way(saver.pause, saver.resume, 2, about)
 
 
 def forebay_way(*, give_back: bool, prepare: bool = False) -> Callable[..., Way]:
@@ -121,6 +133,7 @@ def forebay_way(*, give_back: bool, prepare: bool = False) -> Callable[..., Way]
                 sleeper.wake()
             stats["setup_s"] = setup_s
             stats["given_back_bytes"] = falls[-1] if falls else None
+            sleeper.release()
             return stats
 
         return Way(there, sleeper.wake, spec["repeats"], about)
@@ -139,13 +152,10 @@ ROWS: dict[str, tuple[str, Callable[..., Way]]] = {
 }
 
 
-def measure(name: str, spec: dict[str, Any]) -> dict[str, Any]:
+def measure(row: str, tensors: list[torch.nn.Parameter], before: list[torch.Tensor], spec: dict[str, Any]) -> Any:
     """Go there and back a few times; the first time is told apart."""
-    row, workload = name.split(":")
     device = torch.device(spec["device"])
-    tensors = tensors_of(spec, WORKLOADS[workload])
     size = sum(tensor.numel() * 4 for tensor in tensors)
-    before = [tensor.detach().clone() for tensor in tensors]
     way = ROWS[row][1](tensors, spec)
     times: list[tuple[float, float]] = []
     for _ in range(way.repeats):
@@ -174,12 +184,28 @@ def measure(name: str, spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def sleep(spec: dict[str, Any]) -> dict[str, Any]:
+    """Measure all rows over one workload; what goes wrong in one is its result."""
+    tensors = tensors_of(spec, int(spec["workload"]))
+    before = [tensor.detach().clone() for tensor in tensors]
+    found: dict[str, Any] = {}
+    for row in spec["rows"]:
+        try:
+            found[row] = measure(row, tensors, before, spec)
+        except rows.CannotRunError as reason:
+            found[row] = {"cannot_run": str(reason)}
+        except Exception as error:
+            traceback.print_exc()
+            found[row] = {"error": f"{type(error).__name__}: {error}"}
+        # What one row leaves in torch's caches is not the next one's.
+        gc.collect()
+        torch.cuda.empty_cache()
+    return found
+
+
 def do(name: str, spec: dict[str, Any]) -> dict[str, Any]:
     """Do one job in this process."""
-    try:
-        return rows.JOBS[name](spec) if name in rows.JOBS else measure(name, spec)
-    except rows.CannotRunError as reason:
-        return {"cannot_run": str(reason)}
+    return sleep(spec) if name == "sleep" else rows.do(name, spec)
 
 
 if __name__ == "__main__":

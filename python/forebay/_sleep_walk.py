@@ -182,6 +182,21 @@ class Walk:
         self.models, self.optimizers = models, optimizers
         self.left: list[Left] = []
 
+    def is_on_gpu(self) -> bool:
+        """Whether anything is on a GPU; then what is on the CPU stays there."""
+        if any(parameter.get_device() >= 0 for parameter in self.parameters()):
+            return True
+        found = any(
+            part.get_device() >= 0
+            for _, _, _, _, items in self._collections()
+            for _, _, tensor in items
+            if tensor is not None
+            for part in dense(tensor)
+        )
+        # What stays is noted by the walk that matters.
+        self.left.clear()
+        return found
+
     def parameters(self) -> Iterator[torch.Tensor]:
         """Go through all parameters of models and optimizers; some come twice."""
         for model in self.models.values():

@@ -220,7 +220,7 @@ class Sleeper:
     def _choose(self, walk: Walk, kinds: set[str]) -> Iterator[Entry]:
         """Go through the storages that are to sleep, each with its number."""
         numbers = self._numbers
-        for entry in walk.entries(on_gpu=self._on_gpu(), known=self._asleep):
+        for entry in walk.entries(on_gpu=walk.is_on_gpu(), known=self._asleep):
             if entry.kind == "gradients" and self._gradients == "drop" and "gradients" in kinds:
                 continue
             if entry.kind in kinds:
@@ -529,9 +529,6 @@ class Sleeper:
 
     def _walk(self) -> Walk:
         return Walk(self._models, self._optimizers)
-
-    def _on_gpu(self) -> bool:
-        return any(parameter.get_device() >= 0 for parameter in self._walk().parameters())
 
     def _slabs_of(self, device: int) -> _core.Slabs:
         slabs = self._slabs.get(device)
