@@ -71,7 +71,8 @@ def to_cpu(tensors: list[torch.nn.Parameter], spec: dict[str, Any], **how: Any) 
         for tensor in tensors:
             tensor.data = tensor.data.to(device, **how)
 
-    return Way(there, back, 2)
+    # Every time is like the first: nothing is kept.
+    return Way(there, back, 1)
 
 
 def non_blocking(tensors: list[torch.nn.Parameter], spec: dict[str, Any]) -> Way:
@@ -82,7 +83,7 @@ def non_blocking(tensors: list[torch.nn.Parameter], spec: dict[str, Any]) -> Way
 
 
 def memory_saver(tensors: list[torch.nn.Parameter], spec: dict[str, Any]) -> Way:
-    """Pause and resume with torch_memory_saver."""
+    """Pause and resume with torch_memory_saver, once: nothing is kept from one time to the next."""
     try:
         from torch_memory_saver import torch_memory_saver as saver
     except ImportError as error:
@@ -100,7 +101,7 @@ def memory_saver(tensors: list[torch.nn.Parameter], spec: dict[str, Any]) -> Way
         held.clear()
         return {"differing": differing}
 
-    return Way(saver.pause, saver.resume, 2, about)
+    return Way(saver.pause, saver.resume, 1, about)
 
 
 def forebay_way(*, give_back: bool, prepare: bool = False) -> Callable[..., Way]:
