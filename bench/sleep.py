@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         alone = [name for name in options.rows if name == "memory-saver"]
         for group in ([name for name in options.rows if name not in alone], alone):
             if group == alone and workload != "400":
-                done |= dict.fromkeys(group, {"cannot_run": "measured with 400 tensors only"})
+                done |= {name: {"cannot_run": "measured with 400 tensors only"} for name in group}
             elif group:
                 result = job("sleep", spec | {"workload": workload, "rows": group}, sleep_rows)
                 done |= {name: result.get(name, {"error": result.get("error", "no result")}) for name in group}

@@ -46,10 +46,21 @@ class Guard:
         original = getattr(type(thing), "__getstate__", object.__getstate__)
 
         def get_state() -> Any:
-            check("pickling or copying it")
+            check("pickling or copying")
             return original(thing)
 
         self._set(thing, "__getstate__", get_state)
+
+    def _no_zeros(self, thing: Any, check: Callable[[str], None]) -> None:
+        # Gradients that are dropped need no memory; gradients that are filled with zeros do.
+        original = thing.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            if not set_to_none:
+                check("zero_grad(set_to_none=False)")
+            original(set_to_none)
+
+        self._set(thing, "zero_grad", zero_grad)
 
 
 class ModuleGuard(Guard):
@@ -91,6 +102,15 @@ class ModuleGuard(Guard):
         load = getattr(module, "register_load_state_dict_pre_hook", module._register_load_state_dict_pre_hook)
         self._undo.append(load(before_load).remove)
         self._no_pickle(module, check)
+        self._no_zeros(module, check)
+        # What to(), cuda(), half() and their like go through.
+        convert: Any = module._apply
+
+        def apply(*arguments: Any, **keywords: Any) -> Any:
+            check("to(), cuda() or another conversion")
+            return convert(*arguments, **keywords)
+
+        self._set(module, "_apply", apply)
         compiled = module.__dict__.get("_compiled_call_impl")
         if compiled is not None:
 
@@ -132,6 +152,7 @@ class OptimizerGuard(Guard):
         self._undo.append(optimizer.register_state_dict_pre_hook(before_save, prepend=True).remove)
         self._undo.append(optimizer.register_load_state_dict_pre_hook(before_load, prepend=True).remove)
         self._no_pickle(optimizer, check_state)
+        self._no_zeros(optimizer, check)
 
 
 def gathers_ahead(model: torch.nn.Module) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -88,7 +88,6 @@ class Sleeper:
         self._protected: list[Any] = []
         self._figures = _Figures()
         self._pinning: threading.Thread | None = None
-        self._pinning_error: BaseException | None = None
         if prepare:
             self.prepare()
 
@@ -100,7 +99,6 @@ class Sleeper:
     def prepare(self) -> None:
         """Begin to pin, in the background, what ``sleep`` would need now. The next ``sleep`` waits for it."""
         self._join_pinning()
-        self._pinning_error = None
         found: dict[int, list[Entry]] = {}
         kinds = set(KINDS) if self._gradients == "keep" else set(KINDS) - {"gradients"}
         for entry in self._choose(self._walk(), kinds):
@@ -112,11 +110,10 @@ class Sleeper:
         ]
 
         def pin() -> None:
-            try:
+            # What fails here fails again in sleep, where somebody hears it.
+            with suppress(Error):
                 for slabs, numbers, sizes in wanted:
                     slabs.place(numbers, sizes, self._budget_for(slabs))
-            except BaseException as error:
-                self._pinning_error = error
 
         self._pinning = threading.Thread(target=pin, name="forebay-prepare", daemon=True)
         self._pinning.start()
@@ -241,9 +238,6 @@ class Sleeper:
             deferred.extend(batch)
 
     def _place(self, entries: list[Entry]) -> None:
-        error, self._pinning_error = self._pinning_error, None
-        if isinstance(error, Error):
-            raise error
         by_device: dict[int, list[Entry]] = {}
         for entry in entries:
             by_device.setdefault(entry.device, []).append(entry)
@@ -315,8 +309,10 @@ class Sleeper:
                 for batch in self._in_order(chosen, ranks, units):
                     self._allocate(mover, batch)
         except BaseException as error:
-            self._arrive(mover)
-            mover.abort()
+            try:
+                self._arrive(mover)
+            finally:
+                mover.abort()
             left = sum(entry.size for entry in self._asleep.values())
             error.add_note(f"{left} bytes still sleep, whole; make room and call wake() again")
             raise
@@ -448,9 +444,7 @@ class Sleeper:
                     self._guards.append(ModuleGuard(module, self._on_forward(owner), self._check("the model", owner)))
             for owner, optimizer in enumerate(self._optimizers.values(), start=len(self._models)):
                 self._guards.append(
-                    OptimizerGuard(
-                        optimizer, self._check("the optimizer", None), self._check("the optimizer's state", owner)
-                    )
+                    OptimizerGuard(optimizer, self._check("the optimizer", None), self._check("the optimizer", owner))
                 )
         except BaseException:
             self._unguard()
@@ -493,9 +487,11 @@ class Sleeper:
 
     def _wait_for(self, waking: _Waking, last: int) -> None:
         """Wait for the batches up to one, in a wake under way."""
-        for batch in waking.mover.batches[: last + 1]:
+        batches = waking.mover.batches
+        for batch in batches[: last + 1]:
             waking.mover.wait(batch)
-        if last + 1 >= len(waking.mover.batches):
+        # With everything there, hooks and staging memory need not stay.
+        if all(waking.mover.has_arrived(batch) for batch in reversed(batches)):
             self._finish_wake()
 
     # Numbers.
@@ -633,6 +629,10 @@ class _Mover:
     def wait(self, batch: _Batch) -> None:
         """Block until a batch has arrived."""
         self.slabs(batch).wait(batch.number)
+
+    def has_arrived(self, batch: _Batch) -> bool:
+        """Whether a batch has arrived."""
+        return self.slabs(batch).has_arrived(batch.number)
 
     def finish(self) -> None:
         """Block until nothing is in flight."""

@@ -37,6 +37,8 @@ USES: dict[str, Use] = {
     "torch.save of the model": lambda model, *_: torch.save(model, io.BytesIO()),
     "torch.save of a part": lambda model, *_: torch.save(model.layers[0], io.BytesIO()),
     "torch.save of the optimizer": lambda _, optimizer, __: torch.save(optimizer, io.BytesIO()),
+    "conversion": lambda model, *_: model.double().float(),
+    "conversion of a part": lambda model, _, device: model.layers[0].norm.to(device, torch.float64).float(),
     "pickle": lambda model, *_: pickle.dumps(model),
     "deepcopy": lambda model, *_: copy.deepcopy(model),
     "deepcopy of the optimizer": lambda _, optimizer, __: copy.deepcopy(optimizer),
@@ -98,6 +100,18 @@ def test_a_model_without_gradients_may_run_while_only_gradients_sleep(trained, d
         with pytest.raises(forebay.AsleepError, match="gradients"):
             model(batch(device, 0))
     model(batch(device, 0)).sum().backward()
+
+
+def test_gradients_may_be_dropped_but_not_zeroed_while_they_sleep(trained, device: torch.device) -> None:
+    model, optimizer = trained
+    model(batch(device, 0)).sum().backward()
+    sleeper = forebay.Sleeper(model, optimizer, gradients="keep")
+    with sleeper.asleep("gradients"):
+        for thing in (model, optimizer):
+            with pytest.raises(forebay.AsleepError, match="set_to_none=False"):
+                thing.zero_grad(set_to_none=False)
+    model.zero_grad(set_to_none=False)
+    assert model.embed.weight.grad.eq(0).all()
 
 
 def test_the_users_own_hooks_run_in_their_order(trained, device: torch.device) -> None:

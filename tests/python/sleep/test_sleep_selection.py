@@ -167,12 +167,14 @@ def test_a_gradient_that_was_dropped_while_asleep_is_gone_without_a_word(device:
 
 
 class Spy:
-    """Slabs that note what was submitted and waited for."""
+    """Slabs that note what was submitted and waited for, and move nothing before somebody waits for it."""
 
     log: ClassVar[list[tuple[str, Any]]] = []
 
     def __init__(self, device: str) -> None:
         self._slabs = REAL(device)
+        self._held: list[tuple[Any, ...]] = []
+        self._sent = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._slabs, name)
@@ -182,16 +184,36 @@ class Spy:
         """Pass on."""
         return int(REAL.staging_bytes())
 
-    def submit(self, numbers: list[int], addresses: list[int], sizes: list[int], *rest: Any) -> int:
-        """Pass on, noted."""
-        batch = self._slabs.submit(numbers, addresses, sizes, *rest)
-        self.log.append(("submit", (batch, sizes)))
-        return int(batch)
+    def begin(self, to_sleep: bool, *rest: Any) -> None:
+        """Pass on."""
+        self._held, self._sent = [], 0
+        self._slabs.begin(to_sleep, *rest)
+
+    def _send(self, count: int) -> None:
+        while self._sent < count:
+            self._slabs.submit(*self._held[self._sent])
+            self._sent += 1
+
+    def submit(self, *arguments: Any) -> int:
+        """Note, and hold back."""
+        self._held.append(arguments)
+        self.log.append(("submit", (len(self._held) - 1, arguments[2])))
+        return len(self._held) - 1
 
     def wait(self, batch: int) -> None:
-        """Pass on, noted."""
+        """Note, and let come what was held back."""
         self.log.append(("wait", batch))
+        self._send(batch + 1)
         self._slabs.wait(batch)
+
+    def has_arrived(self, batch: int) -> bool:
+        """Whether somebody has waited for it."""
+        return batch < self._sent
+
+    def finish(self) -> None:
+        """Pass on."""
+        self._send(len(self._held))
+        self._slabs.finish()
 
 
 REAL = sleep_module._core.Slabs
@@ -205,6 +227,19 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     Spy.log = []
     monkeypatch.setattr(sleep_module, "_core", Core)
     return Spy.log
+
+
+def test_nothing_is_emptied_before_its_bytes_are_safe(
+    device: torch.device, log: list[tuple[str, Any]], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(sleep_module, "BATCH_ENTRIES", 2)
+    model, optimizer = trained(device)
+    before = snapshot(model, optimizer)
+    sleeper = forebay.Sleeper(model, optimizer)
+    for _ in range(2):
+        sleeper.sleep()
+        sleeper.wake()
+        assert_same(before, snapshot(model, optimizer))
 
 
 def test_a_lazy_wake_lets_the_first_layer_run_before_the_last_has_arrived(
@@ -231,7 +266,10 @@ def test_a_lazy_wake_lets_the_first_layer_run_before_the_last_has_arrived(
     assert max(b for what, b in log if what == "wait") == batches[-1]
 
 
-def test_a_module_waits_for_weights_that_it_reads_from_inside_another(device: torch.device) -> None:
+def test_a_module_waits_for_weights_that_it_reads_from_inside_another(
+    device: torch.device, log: list[tuple[str, Any]], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(sleep_module, "BATCH_ENTRIES", 1)
     # MultiheadAttention never calls out_proj: it reads its weight.
     torch.manual_seed(1)
     model = nn.Sequential(*(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, device=device) for _ in range(3)))
