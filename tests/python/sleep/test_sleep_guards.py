@@ -127,22 +127,6 @@ def test_the_users_own_hooks_run_in_their_order(trained, device: torch.device) -
     assert calls == ["first", "second"]
 
 
-@pytest.mark.parametrize("wrapped", [False, True], ids=["module.compile", "torch.compile"])
-def test_a_compiled_model_is_guarded(device: torch.device, wrapped: bool, lazy: bool) -> None:
-    model = nn.Sequential(nn.Linear(4, 4, device=device), nn.Linear(4, 4, device=device))
-    x = torch.ones(2, 4, device=device)
-    compiled = torch.compile(model, backend="eager") if wrapped else model
-    if not wrapped:
-        model.compile(backend="eager")
-    want = compiled(x)
-    sleeper = forebay.Sleeper(compiled)
-    sleeper.sleep()
-    with pytest.raises(forebay.AsleepError):
-        compiled(x)
-    sleeper.wake(lazy=lazy)
-    assert torch.equal(bits(compiled(x)), bits(want))
-
-
 @pytest.mark.parametrize("what", ["parameter", "data", "state", "gradient"])
 def test_a_tensor_that_was_replaced_while_asleep_is_named_and_nothing_is_lost(
     trained, device: torch.device, what: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -281,6 +282,33 @@ def test_a_module_waits_for_weights_that_it_reads_from_inside_another(
         sleeper.sleep()
         sleeper.wake(lazy=True)
         assert torch.equal(bits(model(x)), bits(want))
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["module.compile", "torch.compile"])
+def test_a_compiled_model_is_guarded_and_not_compiled_again(
+    device: torch.device, wrapped: bool, lazy: bool, log: list[tuple[str, Any]]
+) -> None:
+    torch._dynamo.reset()
+    model = Net(device).eval()
+    x = batch(device, 0)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend) if wrapped else model
+    if not wrapped:
+        model.compile(backend=backend)
+    want = compiled(x)
+    sleeper = forebay.Sleeper(compiled)
+    for _ in range(2):
+        sleeper.sleep()
+        with pytest.raises(forebay.AsleepError):
+            compiled(x)
+        sleeper.wake(lazy=lazy)
+        assert torch.equal(bits(compiled(x)), bits(want))
+    assert len(graphs) == 1
 
 
 @pytest.mark.parametrize("use", ["state_dict", "step", "sleep", "wake", "stats", "release"])
