@@ -24,8 +24,8 @@ BATCH_BYTES = 128 << 20
 
 BATCH_ENTRIES = 1024
 
-PACK_BELOW_BYTES = 8 << 20
-"""Smaller storages travel through staging memory, as the engine does it."""
+PIECE_BYTES = 2 << 30
+"""Bytes pinned at a time in a first sleep."""
 
 
 class Sleeper:
@@ -88,6 +88,10 @@ class Sleeper:
         self._protected: list[Any] = []
         self._figures = _Figures()
         self._pinning: threading.Thread | None = None
+        # Opened now, not in the first sleep: the driver may have kernels to compile.
+        for device in {parameter.get_device() for parameter in self._walk().parameters()}:
+            if device >= 0:
+                self._slabs_of(device)
         if prepare:
             self.prepare()
 
@@ -188,9 +192,9 @@ class Sleeper:
             deferred: list[Entry] = []
             for batch in _batched(self._choose(walk, kinds)):
                 self._offer(mover, batch, deferred)
-            if deferred:
-                self._place(deferred)
-                for batch in _batched(deferred):
+            for piece in self._pieces(deferred):
+                self._place(piece)
+                for batch in _batched(piece):
                     mover.submit(batch)
             # From here on nothing is refused any more.
             if mover.batches or rings:
@@ -236,6 +240,21 @@ class Sleeper:
             mover.submit(batch)
         else:
             deferred.extend(batch)
+
+    def _pieces(self, entries: list[Entry]) -> Iterator[list[Entry]]:
+        """Cut what has no place yet, so that one part is copied while the next is being pinned."""
+        # A budget is met or refused as a whole, before anything is pinned.
+        limit = PIECE_BYTES if self._budget is None else float("inf")
+        piece: list[Entry] = []
+        size = 0
+        for entry in entries:
+            if piece and size + entry.size > limit:
+                yield piece
+                piece, size = [], 0
+            piece.append(entry)
+            size += entry.size
+        if piece:
+            yield piece
 
     def _place(self, entries: list[Entry]) -> None:
         by_device: dict[int, list[Entry]] = {}

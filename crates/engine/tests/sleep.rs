@@ -20,6 +20,7 @@ on_devices! {
         delays_anywhere_change_nothing,
         the_callers_work_before_a_sleep_is_waited_for,
         the_callers_use_of_fresh_memory_is_waited_for,
+        a_batch_that_has_arrived_is_whole,
         what_sleeps_is_never_stored_to,
         growth_moves_nothing_that_sleeps,
         room_found_during_a_sleep_is_not_that_of_its_own_batches,
@@ -86,7 +87,8 @@ impl<'a> Rig<'a> {
             let mut numbers = Vec::new();
             for batch in memory.chunks(4) {
                 let batch = batch.iter().map(|(id, buffer)| (*id, buffer.all())).collect();
-                numbers.push(self.sleeper.submit(&transfer, batch, Some(&self.compute))?);
+                let after = (direction == Direction::Wake).then_some(&self.compute);
+                numbers.push(self.sleeper.submit(&transfer, batch, after)?);
             }
             numbers.into_iter().try_for_each(|number| transfer.wait(number))
         })();
@@ -173,6 +175,29 @@ fn the_callers_use_of_fresh_memory_is_waited_for(on: &Subject) {
         on.launch(&rig.compute, &Kernel::Fill { dst: fresh[0].1.all(), byte: 0x17 }).unwrap();
         rig.sleeper.submit(&transfer, vec![(0, fresh[0].1.all())], Some(&rig.compute)).unwrap();
         transfer.finish().unwrap();
+        rig.assert_contents(&fresh, 0);
+    }
+}
+
+/// Whoever waits for a batch may use it, and what comes behind it goes on.
+fn a_batch_that_has_arrived_is_whole(on: &Subject) {
+    for slot_bytes in [KIB, 0] {
+        let on = on.another();
+        let rig = Rig::new(&on, &[5000, 300, 70, 900], slot_bytes);
+        rig.sleep(rig.memory(&rig.ids(), 0));
+        let fresh = rig.fresh(&rig.ids());
+        on.fault.on(if slot_bytes > 0 { Call::Launch } else { Call::Copy }, 0, Misbehaviour::Late { ns: 20_000_000 });
+        let transfer = rig.sleeper.begin(Direction::Wake, Some(&rig.compute), rig.staging.as_ref()).unwrap();
+        for (id, buffer) in &fresh {
+            rig.sleeper.submit(&transfer, vec![(*id, buffer.all())], Some(&rig.compute)).unwrap();
+        }
+        assert!(!transfer.has_arrived(3).unwrap());
+        transfer.wait(1).unwrap();
+        assert!(transfer.has_arrived(0).unwrap() && transfer.has_arrived(1).unwrap());
+        rig.assert_contents(&fresh[..2], 0);
+        transfer.finish().unwrap();
+        assert!(transfer.has_arrived(3).unwrap());
+        transfer.wait(3).unwrap();
         rig.assert_contents(&fresh, 0);
     }
 }

@@ -57,6 +57,32 @@ def test_the_slab_grows_under_what_sleeps(device: torch.device) -> None:
     assert_same(before, snapshot(model, optimizer))
 
 
+def test_a_first_sleep_pins_in_pieces_and_a_budget_in_one(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from forebay import sleep as module
+
+    monkeypatch.setattr(module, "PIECE_BYTES", 10_000)
+    monkeypatch.setattr(module, "BATCH_ENTRIES", 1)
+    placed: list[int] = []
+    real = module.Sleeper._place
+
+    def place(self: forebay.Sleeper, entries: list) -> None:
+        placed.append(len(entries))
+        real(self, entries)
+
+    monkeypatch.setattr(module.Sleeper, "_place", place)
+    model = layers(device, count=7, size=1024)
+    for budget, pieces in ((None, [2, 2, 2, 1]), (7 * 4096, [7])):
+        placed.clear()
+        sleeper = forebay.Sleeper(model, pinned_budget_bytes=budget)
+        for _ in range(2):
+            with sleeper.asleep():
+                assert sleeper.stats()["pinned_bytes"] == 7 * 4096
+            check(model)
+        assert placed == pieces, "and nothing the second time"
+
+
 def test_prepare_pins_ahead(device: torch.device) -> None:
     model = layers(device)
     sleeper = forebay.Sleeper(model, prepare=True)
