@@ -89,8 +89,6 @@ def memory_saver(tensors: list[torch.nn.Parameter], spec: dict[str, Any]) -> Way
     except ImportError as error:
         raise rows.CannotRunError("not installed: no module named 'torch_memory_saver'") from error
     try:
-        # The other way needs a library that is loaded before Python starts.
-        saver.hook_mode = "torch"
         with saver.region(enable_cpu_backup=True):
             held = [tensor.detach().clone() for tensor in tensors]
     except Exception as error:
