@@ -84,11 +84,14 @@ fn save(path: &Path, entries: &[Entry], options: &WriteOptions) -> forebay::Resu
     save_boxes(path, entries, &vec![None; entries.len()], options)
 }
 
+/// A tensor's name, and a box of it.
+type Named = (String, Vec<u64>, Vec<u64>);
+
 /// The same with boxes: a tensor's shape and where an entry starts in it.
 fn save_boxes(
     path: &Path,
     entries: &[Entry],
-    boxes: &[Option<(String, Vec<u64>, Vec<u64>)>],
+    boxes: &[Option<Named>],
     options: &WriteOptions,
 ) -> forebay::Result<PathBuf> {
     let saving = Saving::begin(path)?;
