@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _copies: dict[int, _core.HostCopies] = {}
+_under_way: weakref.WeakSet[Snapshot] = weakref.WeakSet()
+
+
+def wait_for_live() -> None:
+    """Return when no save under way reads a model's own memory any more: before that memory goes elsewhere."""
+    for snapshot in list(_under_way):
+        snapshot.live_written.wait()
 
 
 class Snapshot:
@@ -53,6 +61,7 @@ class Snapshot:
         room -= sum(local(value).nbytes for value in replaced.values())
         self.state = _rebuilt(state, replaced)
         self.kept = [engine.snapshot(max(room, 0)) for engine in engines]
+        _under_way.add(self)
         if self.live:
             self._hooks = [one.register_step_pre_hook(self._wait_for_live) for one in optimizers]
         else:

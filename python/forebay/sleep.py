@@ -13,6 +13,7 @@ import torch
 from forebay import _core
 from forebay._sleep_guards import Guard, ModuleGuard, OptimizerGuard, calling_units, gathers_ahead
 from forebay._sleep_walk import KINDS, Entry, Left, Walk, is_held, is_ours, named, reshard
+from forebay._snapshot import wait_for_live
 from forebay._torch import stream_handle
 from forebay.errors import AsleepError, Error, OptionError
 
@@ -162,6 +163,7 @@ class Sleeper:
         self._finish_wake()
         if "gradients" in kinds and self._gradients == "refuse":
             self._refuse_gradients()
+        wait_for_live()
         while self._protected:
             self._protected[0]()
             self._protected.pop(0)
