@@ -39,6 +39,8 @@ mod device;
 mod error;
 #[cfg(feature = "testing")]
 pub mod fault;
+#[allow(unsafe_code, reason = "host memory is reached by address")]
+pub mod host;
 pub mod kernel;
 mod ledger;
 mod memory;
@@ -56,6 +58,7 @@ pub use device::{Backend, Counters, Device, Entered, Info, Memory, SharedDevice}
 pub use error::{Error, Result};
 #[cfg(feature = "testing")]
 pub use fault::Fault;
+pub use host::{HostOptions, HostThreads, HostUpdate, HostWork, host_cores};
 pub use kernel::{AdamW, AdamWSegment, Dtype, Kernel};
 pub use memory::{ALIGN_BYTES, Buffer, DeviceId, PIECE_BYTES, Place, Region, Slab, SlabLayout};
 pub use pinned::{HostMemory, PinStats};
