@@ -80,6 +80,11 @@ impl Fault {
         self.rules.lock().unwrap_or_else(PoisonError::into_inner).push(Rule { call, after: nth, how });
     }
 
+    /// Forgets rules that have not struck.
+    pub fn clear(&self) {
+        self.rules.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    }
+
     fn strike(&self, call: Call) -> Option<Misbehaviour> {
         let mut rules = self.rules.lock().unwrap_or_else(PoisonError::into_inner);
         let mut struck = None;

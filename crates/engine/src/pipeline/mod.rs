@@ -16,7 +16,7 @@
 //! whatever was accepted of its work. Nothing is allocated after [`Pipeline::new`].
 
 mod in_flight;
-mod ring;
+pub(crate) mod ring;
 
 use std::sync::Arc;
 
@@ -71,10 +71,11 @@ struct Passage {
     timed: bool,
 }
 
+/// An event as the end of a use.
 #[derive(Debug)]
-struct EventFence {
-    device: SharedDevice,
-    event: Event,
+pub(crate) struct EventFence {
+    pub(crate) device: SharedDevice,
+    pub(crate) event: Event,
 }
 
 impl Fence for EventFence {

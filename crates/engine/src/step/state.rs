@@ -12,7 +12,7 @@ use crate::pool::{Lease, Pool};
 const MOMENTS: [StateKind; 2] = [StateKind::ExpAvg, StateKind::ExpAvgSq];
 
 /// The state of all tensors of a plan.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct HostState {
     device: SharedDevice,
     plan: Arc<StepPlan>,
@@ -97,6 +97,13 @@ impl HostState {
     pub(crate) fn parts(&self, chunk: &Chunk) -> Vec<(u64, u64)> {
         let kinds = self.plan.buckets()[chunk.bucket].kinds.len() as u64;
         (0..kinds).map(|i| (i * part_stride(chunk), chunk.elements * STATE_BYTES)).collect()
+    }
+
+    /// A segment's state of one kind where it lives.
+    pub(crate) fn in_arena(&self, chunk: &Chunk, segment: &Segment, kind: StateKind) -> Result<Option<Region>> {
+        let start = (chunk.start + segment.chunk_offset) * STATE_BYTES;
+        let arena = self.arena(chunk.bucket, kind)?;
+        arena.map(|arena| Ok(arena.slice(start, segment.elements * STATE_BYTES)?)).transpose()
     }
 
     /// A segment's state of one kind inside the slot that holds its chunk.

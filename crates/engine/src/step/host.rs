@@ -1,0 +1,455 @@
+//! AdamW on the host: gradients come down through a pinned ring, the host's threads update master and moments where they
+//! live, and the new weights go up.
+//!
+//! ```text
+//! gradient, weight ==down==> [pinned slot] --threads: master, moments, weight--> [same slot] ==up==> weight
+//!                 stream D                                                      stream U
+//! ```
+//!
+//! One thread drives: it submits the way down of a chunk, starts the update of the one before, and submits the way up
+//! of the one before that when its update has ended. So the threads always have a chunk in hand and one waiting, and at
+//! most as many chunks as there are slots are under way. What orders the streams:
+//! - the way down waits for the caller's stream as it was when the step began;
+//! - the host waits for the way down, then for its threads, then submits the way up;
+//! - the caller's stream waits for the last way up, so what it does after the step sees the new weights.
+//!
+//! Parameters that lie on the host are updated in place and touch neither slots nor streams.
+//!
+//! Weights come down too, because a master gives way to a weight that is not its rounding, and only the weight itself can
+//! tell: torch's version counters do not see what is written through `.data`.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Instant;
+
+use forebay_device::arith::AdamWScalars;
+use forebay_device::{
+    ALIGN_BYTES, AdamWSegment, Event, HostOptions, HostThreads, HostUpdate, HostWork, Region, SharedDevice, Slab,
+    Stream,
+};
+use serde::Serialize;
+
+use super::hybrid::Claims;
+use super::{Binding, HostState, StepInputs, payload_bytes};
+use crate::error::{Error, Result};
+use crate::pipeline::ring::Ring;
+use crate::pipeline::{EventFence, Pipeline};
+use crate::plan::{Chunk, STATE_BYTES, Segment, StateKind};
+use crate::pool::{Lease, Pool};
+use crate::sync::{Mutex, lock};
+
+/// How many chunks may be on their way down, and how many in the threads' hands, when the next slot is asked for. One
+/// slot has to be left for that, and where there are enough another for what is on its way up.
+fn depths(slots: usize) -> (usize, usize) {
+    match slots {
+        0..=2 => (0, 1),
+        3..=5 => (1, 1),
+        _ => (2, 2),
+    }
+}
+
+/// One state with its tensors at one step.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Part<'a> {
+    pub(crate) state: &'a HostState,
+    pub(crate) tensors: &'a [Binding],
+    /// Gradients that came down before the step, by tensor; empty where none did.
+    pub(crate) landed: &'a [Option<Region>],
+}
+
+/// What the host's part of one step did.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct HostStats {
+    /// Chunks updated on the host.
+    pub chunks: u64,
+    /// Bytes of state updated there.
+    pub state_bytes: u64,
+    /// Bytes that came down in the step.
+    pub down_bytes: u64,
+    /// Bytes that went up.
+    pub up_bytes: u64,
+    /// Time from the first chunk to the last.
+    pub run_ns: u64,
+    /// How long the driver waited for the wire: for gradients, and for slots whose weights were still going up.
+    pub wire_wait_ns: u64,
+    /// How long it waited for the threads.
+    pub update_wait_ns: u64,
+}
+
+#[derive(Debug)]
+struct LaneSlot {
+    region: Region,
+    landed: Event,
+    sent: Event,
+}
+
+/// The host's threads, a pinned ring and two streams; several states may share them.
+#[derive(Debug)]
+pub struct HostLane {
+    device: SharedDevice,
+    threads: HostThreads,
+    ring: Ring<usize, EventFence>,
+    slots: Vec<LaneSlot>,
+    down: Stream,
+    up: Stream,
+    /// What the caller's stream had reached when the step began; and the end of the last way up.
+    ready: Event,
+    ended: Event,
+    /// Scale and skip of the step, brought down.
+    flags: [Region; 2],
+    flags_landed: Event,
+    stats: Mutex<HostStats>,
+    slab: Lease<Slab>,
+}
+
+/// A slot of the lane, given back when dropped, with the event that ends what was accepted of its work.
+struct Held<'a> {
+    lane: &'a HostLane,
+    index: usize,
+    busy: Option<Event>,
+}
+
+impl Held<'_> {
+    fn slot(&self) -> &LaneSlot {
+        &self.lane.slots[self.index]
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        let fence = self.busy.take().map(|event| EventFence { device: self.lane.device.clone(), event });
+        self.lane.ring.release(self.index, fence);
+    }
+}
+
+/// A chunk on its way: down, then in the threads' hands.
+struct Passage<'a> {
+    part: Part<'a>,
+    chunk: &'a Chunk,
+    /// None for parameters on the host.
+    held: Option<Held<'a>>,
+}
+
+impl HostLane {
+    /// Starts the threads and pins the ring: as many slots as there are in a plan, of its size.
+    pub fn new(pool: &Pool, options: &HostOptions, slots: usize, slot_bytes: u64) -> Result<Self> {
+        let device = pool.device().clone();
+        let mut parts = vec![slot_bytes.next_multiple_of(ALIGN_BYTES); slots];
+        parts.push(2 * ALIGN_BYTES);
+        let threads = HostThreads::new(options)?;
+        let slab = pool.slab("host ring", &parts)?;
+        let records = (0..slots)
+            .map(|i| Ok(LaneSlot { region: slab.part(i)?, landed: device.event()?, sent: device.event()? }))
+            .collect::<Result<Vec<_>>>()?;
+        let words = slab.part(slots)?;
+        Ok(Self {
+            threads,
+            ring: Ring::new(0..slots),
+            slots: records,
+            down: device.stream("down")?,
+            up: device.stream("up")?,
+            ready: device.event()?,
+            ended: device.event()?,
+            flags: [words.slice(0, 4)?, words.slice(ALIGN_BYTES, 4)?],
+            flags_landed: device.event()?,
+            stats: Mutex::default(),
+            slab,
+            device,
+        })
+    }
+
+    /// The threads.
+    pub fn threads(&self) -> &HostThreads {
+        &self.threads
+    }
+
+    /// Pinned bytes of the ring.
+    pub fn pinned_bytes(&self) -> u64 {
+        self.slab.bytes()
+    }
+
+    /// Slots that nobody owns; all of them between steps.
+    pub fn idle_slots(&self) -> usize {
+        self.ring.idle()
+    }
+
+    /// What the last step did.
+    pub fn stats(&self) -> HostStats {
+        *lock(&self.stats)
+    }
+
+    /// Blocks until every way down and up has ended.
+    pub fn drain(&self) -> Result<()> {
+        self.ring.settle()
+    }
+
+    /// Brings a gradient down before the step, after what `stream` was given so far. The caller keeps the gradient as
+    /// it is until a step or [`Self::finish_landing`] has ended.
+    pub fn land(&self, grad: &Region, into: &Region, stream: &Stream) -> Result<()> {
+        self.device.record(&self.ready, stream)?;
+        self.device.wait(&self.down, &self.ready)?;
+        Ok(self.device.copy(&self.down, grad, into)?)
+    }
+
+    /// Blocks until the gradients that were to come down have done so.
+    pub fn finish_landing(&self) -> Result<()> {
+        self.device.record(&self.flags_landed, &self.down)?;
+        Ok(self.device.synchronize(&self.flags_landed)?)
+    }
+
+    /// Begins a step: what comes down waits for what the caller's stream was given so far.
+    pub(crate) fn begin(&self, inputs: &StepInputs<'_>, compute: &Stream) -> Result<()> {
+        *lock(&self.stats) = HostStats::default();
+        self.device.record(&self.ready, compute)?;
+        self.device.wait(&self.down, &self.ready)?;
+        self.device.wait(&self.up, &self.ready)?;
+        for (flag, home) in [&inputs.grad_scale, &inputs.skip].into_iter().zip(&self.flags) {
+            if let Some(flag) = flag {
+                self.device.copy(&self.down, flag, home)?;
+            }
+        }
+        // Also without flags: gradients that came down earlier are there when this is reached.
+        Ok(self.device.record(&self.flags_landed, &self.down)?)
+    }
+
+    /// Ends a step: what the caller's stream is given from now on sees the new weights.
+    pub(crate) fn end(&self, compute: &Stream) -> Result<()> {
+        self.device.record(&self.ended, &self.up)?;
+        Ok(self.device.wait(compute, &self.ended)?)
+    }
+
+    /// Updates the chunks that it can claim. Between [`Self::begin`] and [`Self::end`].
+    pub(crate) fn run(
+        &self,
+        parts: &[Part<'_>],
+        claims: &Claims,
+        inputs: &StepInputs<'_>,
+        pipeline: Option<&Pipeline>,
+    ) -> Result<()> {
+        let _entered = self.device.enter()?;
+        let start = Instant::now();
+        self.device.synchronize(&self.flags_landed)?;
+        let flag = |given: &Option<Region>, home: &Region| -> Result<Option<f32>> {
+            Ok(match given {
+                Some(_) => super::read_f32(&self.device, home)?.first().copied(),
+                None => None,
+            })
+        };
+        let [scale, skip] = &self.flags;
+        let (scale, skip) = (flag(&inputs.grad_scale, scale)?, flag(&inputs.skip, skip)?);
+        if skip.is_some_and(|skip| skip != 0.0) {
+            return Ok(());
+        }
+        let step = Step {
+            scalars: inputs.scalars.into(),
+            grad_scale: scale.unwrap_or(1.0),
+            pipeline,
+            landing: VecDeque::new(),
+            updating: VecDeque::new(),
+            stats: HostStats::default(),
+            lane: self,
+        };
+        let stats = step.drive(parts, claims)?;
+        *lock(&self.stats) = HostStats { run_ns: start.elapsed().as_nanos() as u64, ..stats };
+        Ok(())
+    }
+}
+
+impl Drop for HostLane {
+    /// Slots may still be on their way up, from memory that goes with this.
+    fn drop(&mut self) {
+        let _ = self.drain();
+    }
+}
+
+/// The chunks under way in one step.
+struct Step<'a> {
+    lane: &'a HostLane,
+    scalars: Arc<[AdamWScalars]>,
+    grad_scale: f32,
+    /// The streamed half of a hybrid step, whose stores into a chunk must have ended before the host updates it.
+    pipeline: Option<&'a Pipeline>,
+    landing: VecDeque<Passage<'a>>,
+    updating: VecDeque<(Passage<'a>, HostWork)>,
+    stats: HostStats,
+}
+
+impl Drop for Step<'_> {
+    /// After a failure: slots go back only when the threads are done with them.
+    fn drop(&mut self) {
+        for (passage, work) in self.updating.drain(..) {
+            let _ = self.lane.device.finish_on_host(work);
+            drop(passage);
+        }
+    }
+}
+
+impl<'a> Step<'a> {
+    fn drive(mut self, parts: &[Part<'a>], claims: &Claims) -> Result<HostStats> {
+        let (landing, updating) = depths(self.lane.slots.len());
+        while let Some((part, chunk)) = claims.back() {
+            let part = parts[part];
+            let chunk = &part.state.plan().chunks()[chunk];
+            let passage = self.bring_down(part, chunk)?;
+            self.landing.push_back(passage);
+            self.advance(landing, updating)?;
+        }
+        self.advance(0, 0)?;
+        Ok(self.stats)
+    }
+
+    /// Starts and finishes the oldest chunks until no more than so many are left in each state.
+    fn advance(&mut self, landing: usize, updating: usize) -> Result<()> {
+        while self.landing.len() > landing {
+            if let Some(passage) = self.landing.pop_front() {
+                let work = self.start(&passage)?;
+                self.updating.push_back((passage, work));
+            }
+            self.finish_beyond(updating)?;
+        }
+        self.finish_beyond(updating)
+    }
+
+    fn finish_beyond(&mut self, updating: usize) -> Result<()> {
+        while self.updating.len() > updating {
+            if let Some((passage, work)) = self.updating.pop_front() {
+                let since = Instant::now();
+                let outcome = self.lane.device.finish_on_host(work);
+                self.stats.update_wait_ns += since.elapsed().as_nanos() as u64;
+                outcome?;
+                self.send_up(passage)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Submits the way down of a chunk's gradients and weights.
+    fn bring_down(&mut self, part: Part<'a>, chunk: &'a Chunk) -> Result<Passage<'a>> {
+        if part.state.plan().buckets()[chunk.bucket].on_host {
+            return Ok(Passage { part, chunk, held: None });
+        }
+        let since = Instant::now();
+        let (index, _) = self.lane.ring.acquire()?;
+        self.stats.wire_wait_ns += since.elapsed().as_nanos() as u64;
+        let mut held = Held { lane: self.lane, index, busy: None };
+        let mut pairs = Vec::new();
+        for (segment, binding, (grad, grad_width)) in members(part, chunk) {
+            if landed(part, segment.tensor).is_none() {
+                pairs.push((slice(grad, segment, grad_width)?, in_slot(held.slot(), chunk, segment, 1, grad_width)?));
+            }
+            let width = binding.param_dtype.bytes();
+            pairs.push((slice(&binding.param, segment, width)?, in_slot(held.slot(), chunk, segment, 0, width)?));
+        }
+        self.stats.down_bytes += pairs.iter().map(|(from, _)| from.bytes()).sum::<u64>();
+        let landing = held.slot().landed.clone();
+        transfer(&self.lane.device, &self.lane.down, &pairs, &landing, &mut held.busy)?;
+        Ok(Passage { part, chunk, held: Some(held) })
+    }
+
+    /// Waits for a chunk's way down and gives it to the threads.
+    fn start(&mut self, passage: &Passage<'a>) -> Result<HostWork> {
+        let Passage { part, chunk, held } = passage;
+        if let Some(held) = held {
+            let since = Instant::now();
+            self.lane.device.synchronize(&held.slot().landed)?;
+            self.stats.wire_wait_ns += since.elapsed().as_nanos() as u64;
+        }
+        if let Some(pipeline) = self.pipeline {
+            part.state.chunk(chunk)?.iter().try_for_each(|region| pipeline.settle(region))?;
+        }
+        let mut segments = Vec::with_capacity(part.state.plan().segments(chunk).len());
+        for (segment, binding, (grad, grad_width)) in members(*part, chunk) {
+            let state = |kind: StateKind| part.state.in_arena(chunk, segment, kind);
+            let needed = |kind: StateKind| -> Result<Region> {
+                state(kind)?.ok_or_else(|| Error::PlanMismatch {
+                    tensor: part.state.plan().tensors()[segment.tensor].name.clone(),
+                    reason: format!("AdamW needs {kind:?}"),
+                })
+            };
+            let width = binding.param_dtype.bytes();
+            let param = match held {
+                Some(held) => in_slot(held.slot(), chunk, segment, 0, width)?,
+                None => slice(&binding.param, segment, width)?,
+            };
+            let grad = match (held, landed(*part, segment.tensor)) {
+                (_, Some(landed)) => slice(landed, segment, grad_width)?,
+                (Some(held), None) => in_slot(held.slot(), chunk, segment, 1, grad_width)?,
+                (None, None) => slice(grad, segment, grad_width)?,
+            };
+            segments.push(AdamWSegment {
+                param,
+                param_dtype: binding.param_dtype,
+                grad,
+                grad_dtype: binding.grad.as_ref().map_or(binding.param_dtype, |(_, dtype)| *dtype),
+                exp_avg: needed(StateKind::ExpAvg)?,
+                exp_avg_sq: needed(StateKind::ExpAvgSq)?,
+                max_exp_avg_sq: state(StateKind::MaxExpAvgSq)?,
+                master: state(StateKind::Master)?,
+                scalars: binding.scalars,
+            });
+        }
+        self.stats.chunks += 1;
+        self.stats.state_bytes += payload_bytes(part.state.plan(), chunk, part.tensors);
+        let scalars = self.scalars.clone();
+        let update = HostUpdate { segments, scalars, grad_scale: self.grad_scale, follow_weights: true };
+        Ok(self.lane.device.update_on_host(&self.lane.threads, update)?)
+    }
+
+    /// Submits the way up of a chunk's new weights.
+    fn send_up(&mut self, passage: Passage<'a>) -> Result<()> {
+        let Passage { part, chunk, held } = passage;
+        let Some(mut held) = held else { return Ok(()) };
+        let mut pairs = Vec::new();
+        for (segment, binding, _) in members(part, chunk) {
+            let width = binding.param_dtype.bytes();
+            pairs.push((in_slot(held.slot(), chunk, segment, 0, width)?, slice(&binding.param, segment, width)?));
+        }
+        self.stats.up_bytes += pairs.iter().map(|(from, _)| from.bytes()).sum::<u64>();
+        let sent = held.slot().sent.clone();
+        // The way down has ended; from here on the slot is busy with the way up.
+        held.busy = None;
+        transfer(&self.lane.device, &self.lane.up, &pairs, &sent, &mut held.busy)
+    }
+}
+
+/// Submits copies and records their end, which becomes the end of the slot's use, also when some were refused.
+fn transfer(
+    device: &SharedDevice,
+    stream: &Stream,
+    pairs: &[(Region, Region)],
+    end: &Event,
+    busy: &mut Option<Event>,
+) -> Result<()> {
+    let outcome = device.copy_all(stream, pairs);
+    // A refused record is tried once more: without it the slot would go back while copies may still be running.
+    let recorded = device.record(end, stream).or_else(|error| device.record(end, stream).and(Err(error)));
+    *busy = Some(end.clone());
+    outcome?;
+    Ok(recorded?)
+}
+
+/// The segments of a chunk whose tensors have a gradient, with that gradient and the bytes of its elements.
+fn members<'a>(
+    part: Part<'a>,
+    chunk: &'a Chunk,
+) -> impl Iterator<Item = (&'a Segment, &'a Binding, (&'a Region, u64))> {
+    part.state.plan().segments(chunk).iter().filter_map(move |segment| {
+        let binding = &part.tensors[segment.tensor];
+        binding.grad.as_ref().map(|(grad, dtype)| (segment, binding, (grad, dtype.bytes())))
+    })
+}
+
+fn landed(part: Part<'_>, tensor: usize) -> Option<&Region> {
+    part.landed.get(tensor).and_then(Option::as_ref)
+}
+
+/// A segment's elements of a tensor.
+fn slice(tensor: &Region, segment: &Segment, width: u64) -> Result<Region> {
+    Ok(tensor.slice(segment.tensor_offset * width, segment.elements * width)?)
+}
+
+/// Where a segment's weight (0) or gradient (1) lies in a slot: at f32 spacing, so that every segment starts aligned.
+fn in_slot(slot: &LaneSlot, chunk: &Chunk, segment: &Segment, operand: u64, width: u64) -> Result<Region> {
+    let stride = chunk.elements.next_multiple_of(crate::plan::ALIGN_ELEMENTS) * STATE_BYTES;
+    Ok(slot.region.slice(operand * stride + segment.chunk_offset * STATE_BYTES, segment.elements * width)?)
+}
