@@ -35,7 +35,7 @@ const SHARES: [HostShare; 5] =
     [HostShare::Fixed(0.0), HostShare::Fixed(0.3), HostShare::Fixed(0.77), HostShare::Fixed(1.0), HostShare::Auto];
 
 fn gaps(step: usize, tensor: usize) -> bool {
-    (step * 7 + tensor * 3) % 5 == 0
+    (step * 7 + tensor * 3).is_multiple_of(5)
 }
 
 fn the_host_equals_resident_with_every_type_and_gaps_in_the_gradients(on: &Subject) {
