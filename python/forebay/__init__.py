@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from forebay import errors
 from forebay._core import version
 from forebay.errors import (
+    CheckpointError,
     DeviceError,
     Error,
     InternalError,
@@ -21,10 +22,12 @@ from forebay.errors import (
 from forebay.measure import backends, bench_step, probe
 
 if TYPE_CHECKING:
+    from forebay import checkpoint
     from forebay.optim import AdamW
 
 __all__ = [
     "AdamW",
+    "CheckpointError",
     "DeviceError",
     "Error",
     "InternalError",
@@ -34,6 +37,7 @@ __all__ = [
     "__version__",
     "backends",
     "bench_step",
+    "checkpoint",
     "errors",
     "probe",
     "version",
@@ -47,4 +51,8 @@ def __getattr__(name: str) -> Any:
         from forebay.optim import AdamW
 
         return AdamW
+    if name == "checkpoint":
+        import importlib
+
+        return importlib.import_module("forebay.checkpoint")
     raise AttributeError(f"module 'forebay' has no attribute {name!r}")

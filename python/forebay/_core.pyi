@@ -3,9 +3,37 @@ The compiled part of forebay.
 """
 
 from _typeshed import Incomplete, SupportsGetItem, SupportsLenAndGetItem
-from typing import Any, SupportsFloat, SupportsIndex, final
+from os import PathLike
+from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["Engine", "HostView", "_errors_for_test", "_gil_is_released_for_test", "_panic_for_test", "backends", "bench_step", "probe", "version"]
+__all__ = ["CHECKPOINT_BLOCK_BYTES", "Checkpoint", "Engine", "HostView", "Moved", "Saving", "_errors_for_test", "_gil_is_released_for_test", "_panic_for_test", "backends", "bench_step", "probe", "version", "write_checkpoint"]
+
+CHECKPOINT_BLOCK_BYTES: Final[int]
+"""
+Bytes of a checkpoint's file that one checksum covers.
+"""
+
+@final
+class Checkpoint:
+    """
+    A complete checkpoint, its structure checked.
+    """
+    def __new__(cls, /, path: str | PathLike[str]) -> Checkpoint:
+        """
+        Open the last complete checkpoint of a path, or the one in that very folder.
+        """
+    def folder(self, /) -> str:
+        """
+        Its folder.
+        """
+    def manifest(self, /) -> str:
+        """
+        Its manifest, as JSON.
+        """
+    def read(self, /, requests: Incomplete, threads: SupportsIndex | None, moved: Moved) -> None:
+        """
+        Read boxes of chunks into memory on the host.
+        """
 
 @final
 class Engine:
@@ -77,6 +105,39 @@ class HostView:
         Bytes of the range.
         """
 
+@final
+class Moved:
+    """
+    Bytes moved so far, for a progress bar that another thread draws.
+    """
+    def __new__(cls, /) -> Moved: ...
+    def bytes(self, /) -> int:
+        """
+        The bytes.
+        """
+
+@final
+class Saving:
+    """
+    A save under way: the coordinator's part of it.
+    """
+    def __new__(cls, /, path: str | PathLike[str]) -> Saving:
+        """
+        Begin a checkpoint in a new subfolder of a path.
+        """
+    def abandon(self, /) -> None:
+        """
+        Give it up; what is written so far is removed by the next save.
+        """
+    def commit(self, /, manifest: str, keep_last: SupportsIndex | None) -> None:
+        """
+        Complete it with a manifest, given as JSON; keep only the last few checkpoints of the path if asked to.
+        """
+    def folder(self, /) -> str:
+        """
+        The subfolder.
+        """
+
 def _errors_for_test() -> list[tuple[str, Any]]:
     """
     Every error of the engine by the name of its variant, with the exception that it becomes.
@@ -112,4 +173,9 @@ def probe(device: str | None = None) -> str:
 def version() -> str:
     """
     The version of the extension module, which is the version of the package.
+    """
+
+def write_checkpoint(folder: str | PathLike[str], prefix: str, entries: Incomplete, device: str | None, stream: SupportsIndex, threads: SupportsIndex | None, moved: Moved) -> list[tuple[str, int, list[int], list[tuple[int, int, int]]]]:
+    """
+    Write entries into files of a folder, and sync them.
     """

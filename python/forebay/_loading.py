@@ -66,6 +66,7 @@ def load(optimizer: AdamW, state_dict: dict[str, Any]) -> None:
     for parameter in dict.keys(optimizer.state):
         if id(parameter) not in loaded:
             optimizer._fill(parameter, {})
+    optimizer._distrusted = None
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
 

@@ -6,6 +6,7 @@ numbers are attributes, not only text.
 """
 
 __all__ = [
+    "CheckpointError",
     "DeviceError",
     "Error",
     "InternalError",
@@ -89,6 +90,10 @@ class StorageError(Error, OSError):
     def __reduce__(self) -> tuple[object, ...]:
         # `errno` is a slot of OSError's, so it is not in `__dict__`.
         return (_storage, (str(self), self.errno))
+
+
+class CheckpointError(Error, ValueError):
+    """A checkpoint is incomplete, damaged or another model's; the message names the file and the reason."""
 
 
 class InternalError(Error):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+import weakref
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -25,7 +26,7 @@ from forebay._torch import (
     stream_handle,
     total_norm,
 )
-from forebay.errors import DeviceError, OptionError
+from forebay.errors import CheckpointError, DeviceError, OptionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -65,6 +66,8 @@ class AdamW(torch.optim.Optimizer):
     device
         Where to compute when parameters are on the CPU; by default on the CPU.
     """
+
+    alive: ClassVar[weakref.WeakSet[AdamW]] = weakref.WeakSet()
 
     def __init__(
         self,
@@ -106,7 +109,10 @@ class AdamW(torch.optim.Optimizer):
         self._choose_device()
 
     def _set_up(self, options: Options) -> None:
+        AdamW.alive.add(self)
         self._options = options
+        # Why the state cannot be trusted: a load broke off in the middle.
+        self._distrusted: str | None = None
         self._engine: _core.Engine | None = None
         self._compute: torch.device | None = None
         self._stores: list[Store] = []
@@ -190,6 +196,7 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         start = time.perf_counter()
+        self.check_trusted("stepped")
         engine, compute = self._open()
         found = self._collect(compute)
         if not found.parameters:
@@ -523,6 +530,18 @@ class AdamW(torch.optim.Optimizer):
             "stalls": stalls,
             "stall_s": stall_ns / 1e9,
         }
+
+    def distrust(self, reason: str) -> None:
+        """Refuse to step until the state has been loaded anew: something has been written into it that is wrong."""
+        self._distrusted = reason
+
+    def check_trusted(self, done: str) -> None:
+        """Refuse state that a load left half written."""
+        if self._distrusted is not None:
+            raise CheckpointError(
+                f"the optimizer cannot be {done}: its last load broke off with: {self._distrusted}; load a checkpoint "
+                "that is whole"
+            )
 
     def close(self) -> None:
         """Give ring and pinned memory back. State that is still held stays readable, and keeps its memory."""

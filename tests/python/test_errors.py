@@ -14,6 +14,7 @@ BASES = {
     "OutOfMemoryError": MemoryError,
     "OptionError": ValueError,
     "StorageError": OSError,
+    "CheckpointError": ValueError,
     "InternalError": forebay.Error,
 }
 
@@ -35,6 +36,8 @@ RAISED_FOR = {
     "Device.Forked": forebay.DeviceError,
     "InvalidOption": forebay.OptionError,
     "PlanMismatch": forebay.OptionError,
+    "Checkpoint": forebay.CheckpointError,
+    "File": forebay.StorageError,
 }
 
 SAMPLES = dict(_core._errors_for_test())

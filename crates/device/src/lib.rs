@@ -41,6 +41,8 @@ mod error;
 pub mod fault;
 #[allow(unsafe_code, reason = "host memory is reached by address")]
 pub mod host;
+#[allow(unsafe_code, reason = "system calls take addresses")]
+pub mod file;
 pub mod kernel;
 mod ledger;
 mod memory;

@@ -106,6 +106,19 @@ impl Buffer {
         Ok(Self::new(addr, bytes, place, Some(device), owner))
     }
 
+    /// Names host memory that somebody else allocated and that no device is asked to reach: for files.
+    ///
+    /// # Safety
+    /// For as long as any clone of the buffer lives, `addr..addr + bytes` must be readable and writable memory of this
+    /// process, and `owner` must keep it so.
+    #[expect(unsafe_code, reason = "the caller vouches for an address")]
+    pub unsafe fn borrow_host(addr: usize, bytes: u64, owner: Arc<dyn Any + Send + Sync>) -> Result<Self> {
+        if bytes == 0 {
+            return Err(Error::ZeroSize { what: "a borrowed buffer" });
+        }
+        Ok(Self::new(addr, bytes, Place::Pageable, None, owner))
+    }
+
     /// Allocates ordinary host memory, zeroed. Copies to and from it are slow; it exists to measure just that.
     pub fn pageable(bytes: u64) -> Result<Self> {
         let mapping = crate::pinned::HostMapping::new(bytes, 1)?;

@@ -21,6 +21,26 @@ pub enum Error {
         /// What would work.
         remedy: String,
     },
+    /// A checkpoint that cannot be used.
+    #[error("{path}: {reason}")]
+    Checkpoint {
+        /// The file or folder at fault.
+        path: String,
+        /// What is wrong with it, with the numbers.
+        reason: String,
+    },
+    /// The system refused a file or a folder.
+    #[error("cannot {action} {path}: {text}")]
+    File {
+        /// What was to be done with it.
+        action: &'static str,
+        /// The file or folder.
+        path: String,
+        /// `errno`, where there is one.
+        errno: Option<i32>,
+        /// The system's description.
+        text: String,
+    },
     /// Tensors that are not the ones that were planned for.
     #[error("{tensor} does not fit the plan: {reason}")]
     PlanMismatch {

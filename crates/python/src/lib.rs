@@ -7,6 +7,7 @@
 //! `python/forebay/_core.pyi` is generated from this crate (`make stubs`). For that the module has to be this inline
 //! `mod`, and every type in a signature has to be one that PyO3 can name.
 
+mod checkpoint;
 mod error;
 mod guard;
 mod measure;
@@ -21,6 +22,8 @@ mod _core {
     use pyo3::prelude::*;
 
     #[pymodule_export]
+    use crate::checkpoint::{Checkpoint, Moved, Saving, write_checkpoint};
+    #[pymodule_export]
     use crate::measure::{backends, bench_step, probe};
     #[pymodule_export]
     use crate::optimizer::Engine;
@@ -28,6 +31,10 @@ mod _core {
     use crate::testing::{_errors_for_test, _gil_is_released_for_test, _panic_for_test};
     #[pymodule_export]
     use crate::torch::HostView;
+
+    /// Bytes of a checkpoint's file that one checksum covers.
+    #[pymodule_export]
+    const CHECKPOINT_BLOCK_BYTES: u64 = forebay::checkpoint::BLOCK_BYTES;
 
     /// The version of the extension module, which is the version of the package.
     #[pyfunction]

@@ -54,6 +54,8 @@ pub(crate) fn _errors_for_test(py: Python<'_>) -> Vec<(String, Py<PyAny>)> {
     let engine = [
         Error::InvalidOption { option: "sample", value: text(), remedy: text() },
         Error::PlanMismatch { tensor: text(), reason: text() },
+        Error::Checkpoint { path: text(), reason: text() },
+        Error::File { action: "sample", path: text(), errno: Some(12), text: text() },
     ];
     let samples = devices.map(Error::from).into_iter().chain(engine);
     samples.map(|sample| (variant(&sample), error::to_py(py, &sample).into_value(py).into_any())).collect()

@@ -28,6 +28,14 @@ pub(crate) fn region(device: &SharedDevice, addr: u64, bytes: u64, place: Place,
     if bytes == 0 { Ok(buffer.region(0, 0)?) } else { Ok(buffer.into_region()) }
 }
 
+/// Names a tensor's memory on the host, for files.
+pub(crate) fn host_region(addr: u64, bytes: u64, keeper: &Keeper) -> Result<Region> {
+    // SAFETY: `checkpoint.py` takes address and length from one tensor on the CPU that it holds for the whole call, and
+    // the call returns only when no thread of its own uses the memory any more.
+    let buffer = unsafe { Buffer::borrow_host(addr as usize, bytes, keeper.clone()) }?;
+    Ok(buffer.into_region())
+}
+
 /// Names a whole buffer, such as the ring that torch allocated.
 pub(crate) fn buffer(device: &SharedDevice, addr: u64, bytes: u64, keeper: Keeper) -> Result<Buffer> {
     // SAFETY: as in `region`, but for the buffer's whole life: `keeper` holds the tensor, and the pipeline drains

@@ -1,0 +1,161 @@
+//! To and from one plain safetensors file.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File, OpenOptions};
+use std::io::Write as _;
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use serde_json::{Map, Value, json};
+
+use super::boxes::{Extent, runs};
+use super::folder::{Saving, sync_folder};
+use super::manifest::{Chunk, FileRecord, Manifest, Tensor};
+use super::{BLOCK_BYTES, Checkpoint, element_bytes, file_error, refuse, verify};
+use crate::error::Result;
+
+/// Where a plain file keeps what is no tensor: safetensors allows texts only.
+const OBJECTS: &str = "forebay.objects";
+const PATHS: &str = "forebay.paths";
+
+/// Writes all of a checkpoint into one file, each tensor whole. Every checksum is compared before. `moved` counts bytes.
+pub fn to_safetensors(checkpoint: &Checkpoint, target: &Path, moved: &AtomicU64) -> Result<()> {
+    let problems = verify::verify(checkpoint, moved)?;
+    if let Some(problem) = problems.into_iter().next() {
+        return Err(problem.into());
+    }
+    let manifest = checkpoint.manifest();
+    let mut header = Map::new();
+    header.insert(
+        "__metadata__".to_owned(),
+        json!({"format": "pt", OBJECTS: text(&manifest.objects), PATHS: text(&manifest.paths)}),
+    );
+    let mut order: Vec<(&String, &Tensor)> = manifest.tensors.iter().collect();
+    order.sort_by_key(|(name, tensor)| (std::cmp::Reverse(element_bytes(&tensor.dtype)), *name));
+    let mut at = 0u64;
+    let mut starts = Vec::with_capacity(order.len());
+    for (name, tensor) in &order {
+        let entry = json!({"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [at, at + tensor.bytes()]});
+        header.insert((*name).clone(), entry);
+        starts.push(at);
+        at += tensor.bytes();
+    }
+    let mut head = Value::Object(header).to_string().into_bytes();
+    head.resize((8 + head.len()).next_multiple_of(64) - 8, b' ');
+    let data = 8 + head.len() as u64;
+
+    // Complete or not there: written under another name first.
+    let partial = target.with_extension("partial");
+    let fail = |error: std::io::Error| file_error("write", &partial, &error);
+    let out = File::create(&partial).map_err(fail)?;
+    let outcome = (|| {
+        out.write_all_at(&(head.len() as u64).to_le_bytes(), 0).map_err(fail)?;
+        out.write_all_at(&head, 8).map_err(fail)?;
+        out.set_len(data + at).map_err(fail)?;
+        let mut buffer = vec![0; BLOCK_BYTES as usize];
+        for ((_, tensor), start) in order.iter().zip(starts) {
+            copy_tensor(checkpoint, tensor, (&out, &partial), data + start, &mut buffer, moved)?;
+        }
+        out.sync_all().map_err(fail)?;
+        fs::rename(&partial, target).map_err(|error| file_error("write", target, &error))?;
+        sync_folder(target.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new(".")))
+    })();
+    if outcome.is_err() {
+        let _ = fs::remove_file(&partial);
+    }
+    outcome
+}
+
+fn copy_tensor(
+    checkpoint: &Checkpoint,
+    tensor: &Tensor,
+    (out, target): (&File, &Path),
+    start: u64,
+    buffer: &mut [u8],
+    moved: &AtomicU64,
+) -> Result<()> {
+    let width = element_bytes(&tensor.dtype).unwrap_or(1);
+    let mut strides = vec![1u64; tensor.shape.len()];
+    for i in (1..tensor.shape.len()).rev() {
+        strides[i - 1] = strides[i] * tensor.shape[i].max(1);
+    }
+    for chunk in &tensor.chunks {
+        let Extent { offsets, shape } = &chunk.extent;
+        let base: u64 = offsets.iter().zip(&strides).map(|(offset, stride)| offset * stride).sum();
+        let (source, path) = checkpoint.open_file(chunk.file)?;
+        for run in runs(shape, &vec![0; shape.len()], shape, &strides) {
+            let (mut done, bytes) = (0, run.elements * width);
+            while done < bytes {
+                let len = (bytes - done).min(buffer.len() as u64);
+                let piece = &mut buffer[..len as usize];
+                let read = source.read_exact_at(piece, chunk.begin + run.from * width + done);
+                read.map_err(|error| file_error("read", &path, &error))?;
+                let written = out.write_all_at(piece, start + (base + run.to) * width + done);
+                written.map_err(|error| file_error("write", target, &error))?;
+                done += len;
+                moved.fetch_add(len, Relaxed);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Makes a checkpoint of one plain file at a path. `moved` counts bytes.
+pub fn from_safetensors(source: &Path, path: &Path, moved: &AtomicU64) -> Result<()> {
+    let fail = |error: std::io::Error| file_error("read", source, &error);
+    let opened = File::open(source).map_err(fail)?;
+    let bytes = opened.metadata().map_err(fail)?.len();
+    let (start, entries) = verify::header(&opened, bytes).or_else(|reason| refuse(source, reason))?;
+    let kept = texts(&opened, start).map_err(fail)?;
+    let saving = Saving::begin(path)?;
+    let name = "0-0.safetensors".to_owned();
+    let target = saving.folder().join(&name);
+    let fail_to_write = |error: std::io::Error| file_error("write", &target, &error);
+    let mut out = OpenOptions::new().write(true).create_new(true).open(&target).map_err(fail_to_write)?;
+    let (mut blocks, mut buffer, mut at) = (Vec::new(), vec![0; BLOCK_BYTES as usize], 0);
+    // The file as it is: it has the right format already, and only needs checksums.
+    while at < bytes {
+        let len = (bytes - at).min(BLOCK_BYTES);
+        let block = &mut buffer[..len as usize];
+        opened.read_exact_at(block, at).map_err(fail)?;
+        blocks.push(crc32fast::hash(block));
+        out.write_all(block).map_err(fail_to_write)?;
+        at += len;
+        moved.fetch_add(len, Relaxed);
+    }
+    out.sync_all().map_err(fail_to_write)?;
+    sync_folder(saving.folder())?;
+    let tensors = entries
+        .into_iter()
+        .map(|(name, (dtype, shape, begin, end))| {
+            let chunk = Chunk { extent: Extent::whole(&shape), file: 0, begin: start + begin, end: start + end };
+            (name, Tensor { dtype, shape, chunks: vec![chunk] })
+        })
+        .collect();
+    let value = |key: &str| kept.get(key).and_then(|text| serde_json::from_str(text).ok());
+    let objects = value(OBJECTS).and_then(|value| serde_json::from_value(value).ok()).unwrap_or_default();
+    let paths = value(PATHS).and_then(|value| serde_json::from_value(value).ok()).unwrap_or_default();
+    let manifest = Manifest {
+        block_bytes: BLOCK_BYTES,
+        files: vec![FileRecord { name, bytes, blocks }],
+        tensors,
+        objects,
+        paths,
+        made_by: [("forebay".to_owned(), crate::VERSION.to_owned())].into(),
+    };
+    saving.commit(&manifest, None)?;
+    Ok(())
+}
+
+fn text<T: serde::Serialize>(value: &T) -> String {
+    serde_json::to_string(value).unwrap_or_default()
+}
+
+/// The texts in a file's header.
+fn texts(opened: &File, start: u64) -> std::io::Result<BTreeMap<String, String>> {
+    let mut text = vec![0; (start - 8) as usize];
+    opened.read_exact_at(&mut text, 8)?;
+    let header: Value = serde_json::from_slice(&text).unwrap_or_default();
+    Ok(serde_json::from_value(header.get("__metadata__").cloned().unwrap_or_default()).unwrap_or_default())
+}

@@ -1,0 +1,250 @@
+//! Reading: parts of files into memory, each block checked against its checksum.
+//!
+//! The blocks that are needed are shared out over a few threads. A block all of whose bytes go to one stretch of memory is
+//! read straight into it and summed there; any other is read into a buffer, summed, and only then handed out. So memory
+//! has unchecked bytes in it only where a checksum then fails, and the caller is told.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
+
+use forebay_device::{Region, file};
+
+use super::boxes::{Extent, runs};
+use super::manifest::Manifest;
+use super::{MANIFEST, element_bytes, file_error, folder, refuse};
+use crate::error::Result;
+
+/// Longest manifest that is read; one of ten thousand tensors on a thousand ranks is a few hundred MiB.
+const MAX_MANIFEST_BYTES: u64 = 2 << 30;
+
+/// A checkpoint whose manifest and files fit together.
+#[derive(Debug)]
+pub struct Checkpoint {
+    folder: PathBuf,
+    manifest: Manifest,
+}
+
+/// A box of a stored chunk, and where its elements go.
+#[derive(Debug, Clone)]
+pub struct Request {
+    /// The tensor's name.
+    pub tensor: String,
+    /// Which of its chunks.
+    pub chunk: usize,
+    /// The box inside the chunk.
+    pub part: Extent,
+    /// Host memory from the box's first element to its last.
+    pub into: Region,
+    /// The target's strides, in elements.
+    pub strides: Vec<u64>,
+}
+
+/// A stretch of a file that goes to a stretch of memory.
+#[derive(Debug, Clone, Copy)]
+struct Piece {
+    begin: u64,
+    end: u64,
+    request: usize,
+    to: u64,
+}
+
+impl Checkpoint {
+    /// Opens the checkpoint to load at a path, and checks its manifest and the lengths of its files.
+    pub fn open(path: &Path) -> Result<Self> {
+        let folder = folder::latest(path)?;
+        let manifest_path = folder.join(MANIFEST);
+        let fail = |error: std::io::Error| file_error("read", &manifest_path, &error);
+        let bytes = std::fs::metadata(&manifest_path).map_err(fail)?.len();
+        if bytes > MAX_MANIFEST_BYTES {
+            return refuse(&manifest_path, format!("{bytes} bytes; a manifest has at most {MAX_MANIFEST_BYTES}"));
+        }
+        let text = std::fs::read(&manifest_path).map_err(fail)?;
+        let manifest = Manifest::parse(&text, &manifest_path)?;
+        for file in &manifest.files {
+            let path = folder.join(&file.name);
+            let found = match std::fs::symlink_metadata(&path) {
+                Ok(found) if found.is_file() => found.len(),
+                Ok(_) => return refuse(&path, "not a file"),
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                    return refuse(&path, format!("missing; the manifest has it with {} bytes", file.bytes));
+                }
+                Err(error) => return Err(file_error("find", &path, &error)),
+            };
+            if found != file.bytes {
+                return refuse(&path, format!("{found} bytes where the manifest has {}", file.bytes));
+            }
+        }
+        Ok(Self { folder, manifest })
+    }
+
+    /// Its folder.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// What it consists of.
+    pub fn manifest(&self) -> &Manifest {
+        &self.manifest
+    }
+
+    pub(super) fn open_file(&self, index: usize) -> Result<(File, PathBuf)> {
+        let path = self.folder.join(&self.manifest.files[index].name);
+        let opened = File::open(&path).map_err(|error| file_error("read", &path, &error))?;
+        Ok((opened, path))
+    }
+
+    /// Refuses requests that do not fit the checkpoint or their memory, and cuts them into pieces of files.
+    fn pieces(&self, requests: &[Request]) -> Result<Vec<Vec<Piece>>> {
+        let mut pieces: Vec<Vec<Piece>> = vec![Vec::new(); self.manifest.files.len()];
+        for (index, request) in requests.iter().enumerate() {
+            let found = self.manifest.tensors.get(&request.tensor);
+            let Some((tensor, chunk)) = found.and_then(|tensor| Some((tensor, tensor.chunks.get(request.chunk)?))) else {
+                return refuse(&self.folder, format!("no chunk {} of tensor {:?}", request.chunk, request.tensor));
+            };
+            let Extent { offsets, shape: lengths } = &request.part;
+            let width = element_bytes(&tensor.dtype).unwrap_or(1);
+            let last = lengths.iter().zip(&request.strides).try_fold(1u64, |last, (&len, &stride)| {
+                last.checked_add(len.saturating_sub(1).checked_mul(stride)?)
+            });
+            let needed = if lengths.contains(&0) { Some(0) } else { last.and_then(|last| last.checked_mul(width)) };
+            let fits = request.part.is_inside(&chunk.extent.shape)
+                && request.strides.len() == lengths.len()
+                && needed == Some(request.into.bytes());
+            if !fits {
+                return refuse(
+                    &self.folder,
+                    format!(
+                        "tensor {:?}: {lengths:?} elements at {offsets:?} of a chunk of {:?} do not fit into {} bytes",
+                        request.tensor,
+                        chunk.extent.shape,
+                        request.into.bytes()
+                    ),
+                );
+            }
+            for run in runs(&chunk.extent.shape, offsets, lengths, &request.strides) {
+                let begin = chunk.begin + run.from * width;
+                pieces[chunk.file].push(Piece {
+                    begin,
+                    end: begin + run.elements * width,
+                    request: index,
+                    to: run.to * width,
+                });
+            }
+        }
+        for file in &mut pieces {
+            file.sort_unstable_by_key(|piece| (piece.begin, piece.end));
+        }
+        Ok(pieces)
+    }
+
+    /// Reads all requests, with so many threads at most; `read` counts bytes of files. Everything that can be refused is
+    /// refused before any memory is written; after a checksum that does not fit, memory may hold anything.
+    pub fn read(&self, requests: &[Request], threads: usize, read: &AtomicU64) -> Result<()> {
+        let pieces = self.pieces(requests)?;
+        let mut files = Vec::new();
+        let mut blocks = Vec::new();
+        for (index, pieces) in pieces.iter().enumerate().filter(|(_, pieces)| !pieces.is_empty()) {
+            let mut last = None;
+            for piece in pieces {
+                let first = piece.begin / self.manifest.block_bytes;
+                let end = piece.end.div_ceil(self.manifest.block_bytes);
+                // Pieces are sorted by where they begin, so blocks come in order.
+                let from = last.map_or(first, |last: u64| first.max(last + 1));
+                for block in from..end {
+                    blocks.push((files.len(), block));
+                    last = Some(block);
+                }
+            }
+            files.push((index, self.open_file(index)?, longest(pieces)));
+        }
+        let next = AtomicUsize::new(0);
+        let failed = Mutex::new(None);
+        let lock = || failed.lock().unwrap_or_else(PoisonError::into_inner);
+        let work = || {
+            let mut buffer = Vec::new();
+            while let Some(&(slot, block)) = blocks.get(next.fetch_add(1, Relaxed)) {
+                if lock().is_some() {
+                    return;
+                }
+                let (index, (opened, path), longest) = &files[slot];
+                let job = Job { checkpoint: self, requests, pieces: &pieces[*index], longest: *longest, opened, path };
+                match job.block(*index, block, &mut buffer) {
+                    Ok(bytes) => read.fetch_add(bytes, Relaxed),
+                    Err(error) => {
+                        lock().get_or_insert(error);
+                        return;
+                    }
+                };
+            }
+        };
+        std::thread::scope(|scope| {
+            for _ in 1..threads.min(blocks.len()) {
+                let _ = std::thread::Builder::new().name("forebay-checkpoint".to_owned()).spawn_scoped(scope, work);
+            }
+            work();
+        });
+        failed.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
+    }
+}
+
+fn longest(pieces: &[Piece]) -> u64 {
+    pieces.iter().map(|piece| piece.end - piece.begin).max().unwrap_or(0)
+}
+
+/// What is needed to read one block.
+struct Job<'a> {
+    checkpoint: &'a Checkpoint,
+    requests: &'a [Request],
+    pieces: &'a [Piece],
+    /// Length of the longest piece: how far before a block one may begin that reaches into it.
+    longest: u64,
+    opened: &'a File,
+    path: &'a Path,
+}
+
+impl Job<'_> {
+    fn block(&self, file_index: usize, block: u64, buffer: &mut Vec<u8>) -> Result<u64> {
+        let manifest = &self.checkpoint.manifest;
+        let record = &manifest.files[file_index];
+        let begin = block * manifest.block_bytes;
+        let end = (begin + manifest.block_bytes).min(record.bytes);
+        let fail = |error: std::io::Error| file_error("read", self.path, &error);
+        let stated = record.blocks[block as usize];
+        let from = self.pieces.partition_point(|piece| piece.begin + self.longest <= begin);
+        let touching = self.pieces[from..].iter().take_while(|piece| piece.begin < end).filter(|piece| piece.end > begin);
+        let mut first_two = touching.clone();
+        if let (Some(piece), None) = (first_two.next(), first_two.next())
+            && piece.begin <= begin
+            && piece.end >= end
+        {
+            let into = self.requests[piece.request].into.slice(piece.to + (begin - piece.begin), end - begin)?;
+            file::read_at(self.opened, begin, &into).map_err(fail)?;
+            let mut sum = crc32fast::Hasher::new();
+            file::visit(&into, |bytes| sum.update(bytes)).map_err(fail)?;
+            self.compare(block, stated, sum.finalize(), begin, end)?;
+            return Ok(end - begin);
+        }
+        buffer.resize((end - begin) as usize, 0);
+        self.opened.read_exact_at(buffer, begin).map_err(fail)?;
+        self.compare(block, stated, crc32fast::hash(buffer), begin, end)?;
+        for piece in touching {
+            let (from, to) = (piece.begin.max(begin), piece.end.min(end));
+            let into = self.requests[piece.request].into.slice(piece.to + (from - piece.begin), to - from)?;
+            file::fill(&into, &buffer[(from - begin) as usize..(to - begin) as usize]).map_err(fail)?;
+        }
+        Ok(end - begin)
+    }
+
+    fn compare(&self, block: u64, stated: u32, found: u32, begin: u64, end: u64) -> Result<()> {
+        if stated == found {
+            return Ok(());
+        }
+        refuse(
+            self.path,
+            format!("damaged: block {block}, bytes {begin}..{end}, has checksum {found:08x} instead of {stated:08x}"),
+        )
+    }
+}

@@ -1,0 +1,223 @@
+//! Looking at a checkpoint: what is in it, and whether all of it is as it was written.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use forebay_device::{Buffer, file};
+use safetensors::SafeTensors;
+use serde::Serialize;
+use serde_json::Value;
+use std::os::unix::fs::FileExt as _;
+
+use super::boxes::Extent;
+use super::manifest::Manifest;
+use super::{Checkpoint, Request, file_error};
+use crate::error::{Error, Result};
+
+/// Something wrong with a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Problem {
+    /// The file.
+    pub file: String,
+    /// What is wrong with it.
+    pub reason: String,
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.file, self.reason)
+    }
+}
+
+/// Checks every checksum of every file, that every byte of data belongs to one tensor, and that the files say the same
+/// about their entries as the manifest. `read` counts bytes. The manifest itself was checked when it was opened.
+pub fn verify(checkpoint: &Checkpoint, read: &AtomicU64) -> Result<Vec<Problem>> {
+    let manifest = checkpoint.manifest();
+    let mut problems = Vec::new();
+    let mut buffer = Vec::new();
+    for (index, record) in manifest.files.iter().enumerate() {
+        let mut wrong = |reason: String| problems.push(Problem { file: record.name.clone(), reason });
+        let (opened, path) = checkpoint.open_file(index)?;
+        for (block, &stated) in record.blocks.iter().enumerate() {
+            let begin = block as u64 * manifest.block_bytes;
+            let end = (begin + manifest.block_bytes).min(record.bytes);
+            buffer.resize((end - begin) as usize, 0);
+            opened.read_exact_at(&mut buffer, begin).map_err(|error| file_error("read", &path, &error))?;
+            let found = crc32fast::hash(&buffer);
+            if found != stated {
+                wrong(format!("block {block}, bytes {begin}..{end}: checksum {found:08x} instead of {stated:08x}"));
+            }
+            read.fetch_add(end - begin, Relaxed);
+        }
+        match header(&opened, record.bytes) {
+            Err(reason) => wrong(reason),
+            Ok((start, entries)) => check_entries(manifest, index, start, &entries).into_iter().for_each(&mut wrong),
+        }
+    }
+    Ok(problems)
+}
+
+/// An entry of a safetensors file: type, shape, and where it begins and ends behind the header.
+pub(super) type HeaderEntry = (String, Vec<u64>, u64, u64);
+
+/// Reads a safetensors file's header: where its data starts, and its entries.
+pub(super) fn header(
+    opened: &std::fs::File,
+    file_bytes: u64,
+) -> std::result::Result<(u64, BTreeMap<String, HeaderEntry>), String> {
+    let mut length = [0; 8];
+    opened.read_exact_at(&mut length, 0).map_err(|error| format!("no safetensors header: {error}"))?;
+    let length = u64::from_le_bytes(length);
+    let Some(start) = length.checked_add(8).filter(|&start| start <= file_bytes) else {
+        return Err(format!("a safetensors header of {length} bytes in a file of {file_bytes}"));
+    };
+    let mut text = vec![0; start as usize];
+    opened.read_exact_at(&mut text, 0).map_err(|error| format!("no safetensors header: {error}"))?;
+    let (_, metadata) =
+        SafeTensors::read_metadata(&text).map_err(|error| format!("not a safetensors header: {error}"))?;
+    if start + metadata.data_len() as u64 != file_bytes {
+        return Err(format!("{} bytes of data behind a header for {}", file_bytes - start, metadata.data_len()));
+    }
+    let entry = |info: &safetensors::tensor::TensorInfo| {
+        let shape = info.shape.iter().map(|&side| side as u64).collect();
+        (info.dtype.to_string(), shape, info.data_offsets.0 as u64, info.data_offsets.1 as u64)
+    };
+    Ok((start, metadata.tensors().iter().map(|(name, info)| (name.clone(), entry(info))).collect()))
+}
+
+fn check_entries(
+    manifest: &Manifest,
+    index: usize,
+    start: u64,
+    entries: &BTreeMap<String, HeaderEntry>,
+) -> Vec<String> {
+    // By where they lie: the manifest's chunks and the header's entries are the same list.
+    let mut stated: Vec<_> = manifest
+        .tensors
+        .iter()
+        .flat_map(|(name, tensor)| tensor.chunks.iter().map(move |chunk| (name, tensor, chunk)))
+        .filter(|(_, _, chunk)| chunk.file == index)
+        .map(|(name, tensor, chunk)| {
+            ((chunk.begin, chunk.end, tensor.dtype.clone(), chunk.extent.shape.clone()), name.clone())
+        })
+        .collect();
+    let mut found: Vec<_> = entries
+        .iter()
+        .map(|(name, (dtype, shape, begin, end))| ((start + begin, start + end, dtype.clone(), shape.clone()), name.clone()))
+        .collect();
+    stated.sort();
+    found.sort();
+    let mut problems = Vec::new();
+    for (place, name) in &stated {
+        if found.binary_search_by(|(other, _)| other.cmp(place)).is_err() {
+            problems.push(format!("{name:?} at {}..{} is not an entry of the file", place.0, place.1));
+        }
+    }
+    for (place, name) in &found {
+        if stated.binary_search_by(|(other, _)| other.cmp(place)).is_err() {
+            problems.push(format!("its entry {name:?} at {}..{} is not in the manifest", place.0, place.1));
+        }
+    }
+    problems
+}
+
+/// What is in a checkpoint.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Summary {
+    /// Its folder.
+    pub path: String,
+    /// The optimizer's step: the highest of its tensors' counters.
+    pub step: Option<f64>,
+    /// Bytes of all tensors.
+    pub tensor_bytes: u64,
+    /// Bytes of all files, the manifest not counted.
+    pub file_bytes: u64,
+    /// How many files there are.
+    pub files: usize,
+    /// The tensors.
+    pub tensors: Vec<TensorSummary>,
+    /// The optimizer's groups.
+    pub groups: Value,
+    /// The values that are no tensors.
+    pub objects: BTreeMap<String, Value>,
+    /// Who wrote it.
+    pub made_by: BTreeMap<String, String>,
+}
+
+/// One tensor of a checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct TensorSummary {
+    /// Its name.
+    pub name: String,
+    /// Its type.
+    pub dtype: String,
+    /// Its shape.
+    pub shape: Vec<u64>,
+    /// In how many chunks it is stored.
+    pub shards: usize,
+    /// Its bytes.
+    pub bytes: u64,
+}
+
+/// Says what is in a checkpoint.
+pub fn summarise(checkpoint: &Checkpoint) -> Result<Summary> {
+    let manifest = checkpoint.manifest();
+    let tensors = manifest.tensors.iter().map(|(name, tensor)| TensorSummary {
+        name: name.clone(),
+        dtype: tensor.dtype.clone(),
+        shape: tensor.shape.clone(),
+        shards: tensor.chunks.len(),
+        bytes: tensor.bytes(),
+    });
+    let is_groups = |name: &&String| name.rsplit('.').next() == Some("param_groups");
+    let groups = manifest.objects.keys().find(is_groups).and_then(|name| manifest.objects.get(name));
+    Ok(Summary {
+        path: checkpoint.folder().display().to_string(),
+        step: highest_step(checkpoint)?,
+        tensor_bytes: manifest.tensor_bytes(),
+        file_bytes: manifest.files.iter().map(|file| file.bytes).fold(0, u64::saturating_add),
+        files: manifest.files.len(),
+        tensors: tensors.collect(),
+        groups: groups.cloned().unwrap_or(Value::Null),
+        objects: manifest.objects.clone(),
+        made_by: manifest.made_by.clone(),
+    })
+}
+
+fn highest_step(checkpoint: &Checkpoint) -> Result<Option<f64>> {
+    let counters: Vec<&String> = checkpoint
+        .manifest()
+        .tensors
+        .iter()
+        .filter(|(name, tensor)| name.ends_with(".step") && tensor.dtype == "F32" && tensor.shape.is_empty())
+        .map(|(name, _)| name)
+        .collect();
+    if counters.is_empty() {
+        return Ok(None);
+    }
+    let memory = Buffer::pageable(4 * counters.len() as u64)?;
+    let request = |(i, name): (usize, &&String)| -> Result<Request> {
+        Ok(Request {
+            tensor: (*name).clone(),
+            chunk: 0,
+            part: Extent::whole(&[]),
+            into: memory.region(4 * i as u64, 4)?,
+            strides: Vec::new(),
+        })
+    };
+    let requests = counters.iter().enumerate().map(request).collect::<Result<Vec<_>>>()?;
+    checkpoint.read(&requests, 1, &AtomicU64::new(0))?;
+    let mut bytes = Vec::new();
+    let looked = file::visit(&memory.all(), |piece| bytes.extend_from_slice(piece));
+    looked.map_err(|error| file_error("read", Path::new("memory"), &error))?;
+    let steps = bytes.chunks_exact(4).map(|b| f64::from(f32::from_le_bytes([b[0], b[1], b[2], b[3]])));
+    Ok(steps.filter(|step| step.is_finite()).reduce(f64::max))
+}
+
+impl From<Problem> for Error {
+    fn from(problem: Problem) -> Self {
+        Self::Checkpoint { path: problem.file, reason: problem.reason }
+    }
+}

@@ -1,0 +1,283 @@
+//! Writing: regions of memory into safetensors files, straight from where they lie.
+//!
+//! The entries are spread over a few files of about equal size, and each file has a thread of its own: two threads in one
+//! file would wait for each other in the kernel. A thread goes through its file block by block: it sums the block, writes
+//! it, and asks for it to be brought to the disk while it goes on. Memory on a device comes through one block of pinned
+//! memory for each thread.
+
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
+use std::sync::{Mutex, PoisonError};
+
+use forebay_device::{Event, Region, SharedDevice, SlabLayout, Stream, file};
+use serde_json::{Map, Value, json};
+
+use super::folder::sync_folder;
+use super::manifest::FileRecord;
+use super::{BLOCK_BYTES, file_error, refuse};
+use crate::error::Result;
+
+/// A file is worth a thread from this size on.
+const FILE_BYTES: u64 = 64 << 20;
+/// Data begins at a multiple of this in each file, so that blocks are whole pages.
+const DATA_ALIGN: usize = 4096;
+
+/// One chunk of a tensor to write.
+#[derive(Debug, Clone)]
+pub struct Entry {
+    /// Its name in the file.
+    pub name: String,
+    /// Its type, as safetensors names them.
+    pub dtype: String,
+    /// Its shape.
+    pub shape: Vec<u64>,
+    /// Its bytes, contiguous, on the host or on the device of the options; none for an empty chunk.
+    pub data: Option<Region>,
+}
+
+impl Entry {
+    fn bytes(&self) -> u64 {
+        self.data.as_ref().map_or(0, Region::bytes)
+    }
+}
+
+/// How to write.
+#[derive(Debug, Clone)]
+pub struct WriteOptions {
+    /// Files, and threads, at most.
+    pub threads: usize,
+    /// Bytes that one checksum covers.
+    pub block_bytes: u64,
+    /// The device of entries that are not on the host, and the stream after whose present work they may be read.
+    pub device: Option<(SharedDevice, Stream)>,
+}
+
+impl Default for WriteOptions {
+    fn default() -> Self {
+        let cores = std::thread::available_parallelism().map_or(2, usize::from);
+        Self { threads: cores.min(8), block_bytes: BLOCK_BYTES, device: None }
+    }
+}
+
+/// A file that is on the disk.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WrittenFile {
+    /// Its name, length and checksums.
+    pub record: FileRecord,
+    /// For each of its entries: which of the given ones it is, and where it begins and ends in the file.
+    pub entries: Vec<(usize, u64, u64)>,
+}
+
+/// What goes where in one file.
+struct Plan {
+    path: PathBuf,
+    name: String,
+    header: Vec<u8>,
+    entries: Vec<(usize, u64, u64)>,
+    bytes: u64,
+}
+
+/// Writes entries into files `<prefix><n>.safetensors` and syncs them and their folder. `written` counts bytes.
+pub fn write_files(
+    folder: &Path,
+    prefix: &str,
+    entries: &[Entry],
+    options: &WriteOptions,
+    written: &AtomicU64,
+) -> Result<Vec<WrittenFile>> {
+    let plans = plan_files(folder, prefix, entries, options.threads.max(1))?;
+    // What the device still has to do before the memory may be read.
+    let ready = match &options.device {
+        None => None,
+        Some((device, stream)) => {
+            let event = device.event()?;
+            device.record(&event, stream)?;
+            Some(event)
+        }
+    };
+    let next = AtomicUsize::new(0);
+    let (done, failed) = (Mutex::new(Vec::new()), Mutex::new(None));
+    let work = || -> Result<()> {
+        let mut staging = None;
+        while let Some(plan) = plans.get(next.fetch_add(1, Relaxed)) {
+            if failed.lock().unwrap_or_else(PoisonError::into_inner).is_some() {
+                return Ok(());
+            }
+            let record = write_file(plan, entries, options, ready.as_ref(), &mut staging, written)?;
+            let file = WrittenFile { record, entries: plan.entries.clone() };
+            done.lock().unwrap_or_else(PoisonError::into_inner).push(file);
+        }
+        Ok(())
+    };
+    std::thread::scope(|scope| {
+        let spawn = |_| {
+            std::thread::Builder::new().name("forebay-checkpoint".to_owned()).spawn_scoped(scope, || {
+                if let Err(error) = work() {
+                    failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                }
+            })
+        };
+        // The calling thread works too, so a system that gives no more threads only makes it slower.
+        let others: Vec<_> = (1..plans.len().min(options.threads)).map(spawn).collect();
+        drop(others);
+        if let Err(error) = work() {
+            failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        }
+    });
+    if let Some(error) = failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        return Err(error);
+    }
+    sync_folder(folder)?;
+    let mut files = done.into_inner().unwrap_or_else(PoisonError::into_inner);
+    files.sort_by(|a: &WrittenFile, b| a.record.name.cmp(&b.record.name));
+    Ok(files)
+}
+
+/// Spreads the entries over files, largest first, each into the file that has least.
+fn plan_files(folder: &Path, prefix: &str, entries: &[Entry], threads: usize) -> Result<Vec<Plan>> {
+    if entries.is_empty() {
+        return Ok(Vec::new());
+    }
+    let total: u64 = entries.iter().map(Entry::bytes).sum();
+    let count = (total.div_ceil(FILE_BYTES) as usize).clamp(1, threads);
+    let mut files: Vec<(u64, Vec<usize>)> = vec![(0, Vec::new()); count];
+    let mut order: Vec<usize> = (0..entries.len()).collect();
+    order.sort_by_key(|&i| std::cmp::Reverse(entries[i].bytes()));
+    for i in order {
+        if let Some(file) = files.iter_mut().min_by_key(|(bytes, _)| *bytes) {
+            file.0 += entries[i].bytes();
+            file.1.push(i);
+        }
+    }
+    files
+        .into_iter()
+        .enumerate()
+        .map(|(number, (_, mut inside))| {
+            // In the order given, wide elements first: then every entry is aligned to its own elements.
+            inside.sort_by_key(|&i| (std::cmp::Reverse(super::element_bytes(&entries[i].dtype)), i));
+            let name = format!("{prefix}{number}.safetensors");
+            plan_file(folder.join(&name), name, &inside, entries)
+        })
+        .collect()
+}
+
+fn plan_file(path: PathBuf, name: String, inside: &[usize], entries: &[Entry]) -> Result<Plan> {
+    let mut header = Map::new();
+    header.insert("__metadata__".to_owned(), json!({"format": "pt"}));
+    let (mut at, mut places) = (0u64, Vec::with_capacity(inside.len()));
+    for &i in inside {
+        let Entry { name, dtype, shape, .. } = &entries[i];
+        let bytes = entries[i].bytes();
+        let needed = super::boxes::volume(shape).zip(super::element_bytes(dtype)).map(|(n, width)| n * width);
+        if needed != Some(bytes) {
+            return refuse(&path, format!("{name:?}: {bytes} bytes for {dtype} of shape {shape:?}"));
+        }
+        let entry = json!({"dtype": dtype, "shape": shape, "data_offsets": [at, at + bytes]});
+        if header.insert(name.clone(), entry).is_some() {
+            return refuse(&path, format!("two entries are called {name:?}"));
+        }
+        places.push((i, at, at + bytes));
+        at += bytes;
+    }
+    let mut text = Value::Object(header).to_string().into_bytes();
+    let padded = (8 + text.len()).next_multiple_of(DATA_ALIGN) - 8;
+    text.resize(padded, b' ');
+    let start = 8 + padded as u64;
+    let header = [&(padded as u64).to_le_bytes()[..], &text].concat();
+    let entries = places.into_iter().map(|(i, begin, end)| (i, start + begin, start + end)).collect();
+    Ok(Plan { path, name, header, entries, bytes: start + at })
+}
+
+/// A block of pinned memory and a stream to bring memory of the device into it.
+struct Staging {
+    device: SharedDevice,
+    stream: Stream,
+    arrived: Event,
+    block: Region,
+}
+
+impl Staging {
+    fn new(device: &SharedDevice, bytes: u64, ready: Option<&Event>) -> Result<Self> {
+        let stream = device.stream("checkpoint")?;
+        if let Some(ready) = ready {
+            device.wait(&stream, ready)?;
+        }
+        let block = device.pin(SlabLayout::new(&[bytes])?)?.part(0)?;
+        Ok(Self { stream, arrived: device.event()?, block, device: device.clone() })
+    }
+
+    /// Brings a region to the host.
+    fn bring(&self, from: &Region) -> Result<Region> {
+        let here = self.block.slice(0, from.bytes())?;
+        self.device.copy(&self.stream, from, &here)?;
+        self.device.record(&self.arrived, &self.stream)?;
+        self.device.synchronize(&self.arrived)?;
+        Ok(here)
+    }
+}
+
+fn write_file(
+    plan: &Plan,
+    entries: &[Entry],
+    options: &WriteOptions,
+    ready: Option<&Event>,
+    staging: &mut Option<Staging>,
+    written: &AtomicU64,
+) -> Result<FileRecord> {
+    let path = &plan.path;
+    let fail = |error: std::io::Error| file_error("write", path, &error);
+    let out = OpenOptions::new().write(true).create_new(true).open(path).map_err(fail)?;
+    let mut blocks = Vec::with_capacity(plan.bytes.div_ceil(options.block_bytes) as usize);
+    let mut places = plan.entries.iter().filter(|(_, begin, end)| begin < end).peekable();
+    let mut start = 0;
+    while start < plan.bytes {
+        let end = (start + options.block_bytes).min(plan.bytes);
+        let mut sum = crc32fast::Hasher::new();
+        let header = plan.header.len() as u64;
+        if start < header {
+            let part = &plan.header[start as usize..header.min(end) as usize];
+            sum.update(part);
+            out.write_all_at(part, start).map_err(fail)?;
+        }
+        while let Some(&&(index, begin, finish)) = places.peek() {
+            if begin >= end {
+                break;
+            }
+            let (from, to) = (begin.max(start), finish.min(end));
+            let Some(data) = &entries[index].data else { break };
+            let part = data.slice(from - begin, to - from)?;
+            let part = if part.place().is_host() {
+                part
+            } else {
+                let Some((device, _)) = &options.device else {
+                    return refuse(path, format!("{:?} is on a device and none was given", entries[index].name));
+                };
+                let staging = match staging {
+                    Some(staging) => staging,
+                    None => staging.insert(Staging::new(device, options.block_bytes, ready)?),
+                };
+                staging.bring(&part)?
+            };
+            file::visit(&part, |bytes| sum.update(bytes)).map_err(fail)?;
+            file::write_at(&out, from, &part).map_err(fail)?;
+            if finish > end {
+                break;
+            }
+            places.next();
+        }
+        blocks.push(sum.finalize());
+        file::start_writeback(&out, start, end - start);
+        written.fetch_add(end - start, Relaxed);
+        start = end;
+    }
+    out.sync_all().map_err(|error| file_error("sync", path, &error))?;
+    check_length(&out, plan)?;
+    Ok(FileRecord { name: plan.name.clone(), bytes: plan.bytes, blocks })
+}
+
+fn check_length(out: &File, plan: &Plan) -> Result<()> {
+    let found = out.metadata().map_err(|error| file_error("find", &plan.path, &error))?.len();
+    if found == plan.bytes { Ok(()) } else { refuse(&plan.path, format!("{found} bytes where {} were written", plan.bytes)) }
+}

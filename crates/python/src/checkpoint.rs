@@ -1,0 +1,214 @@
+//! Checkpoints as Python sees them: addresses and boxes in, JSON out.
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use forebay::checkpoint::{self, Entry, Extent, Manifest, Request, WriteOptions, element_bytes};
+use forebay::device::{Place, open};
+use forebay::{Error, Result};
+use pyo3::prelude::*;
+
+use crate::guard;
+use crate::torch::{self, Keeper};
+
+/// Bytes moved so far, for a progress bar that another thread draws.
+#[pyclass(frozen)]
+#[derive(Default)]
+pub(crate) struct Moved {
+    bytes: AtomicU64,
+}
+
+#[pymethods]
+impl Moved {
+    #[new]
+    fn new() -> Self {
+        Self::default()
+    }
+
+    /// The bytes.
+    fn bytes(&self) -> u64 {
+        self.bytes.load(Relaxed)
+    }
+}
+
+/// Name, length, checksums and entries of a written file; an entry is its number, where it begins and where it ends.
+type File = (String, u64, Vec<u32>, Vec<(usize, u64, u64)>);
+
+/// A save under way: the coordinator's part of it.
+#[pyclass(frozen)]
+pub(crate) struct Saving {
+    inner: Mutex<Option<checkpoint::Saving>>,
+    folder: String,
+}
+
+#[pymethods]
+impl Saving {
+    /// Begin a checkpoint in a new subfolder of a path.
+    #[new]
+    fn new(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
+        guard::run(py, || {
+            let saving = checkpoint::Saving::begin(&path)?;
+            let folder = saving.folder().display().to_string();
+            Ok(Self { inner: Mutex::new(Some(saving)), folder })
+        })
+    }
+
+    /// The subfolder.
+    fn folder(&self) -> &str {
+        &self.folder
+    }
+
+    /// Complete it with a manifest, given as JSON; keep only the last few checkpoints of the path if asked to.
+    fn commit(&self, py: Python<'_>, manifest: &str, keep_last: Option<usize>) -> PyResult<()> {
+        guard::run(py, || {
+            let Some(saving) = self.inner.lock().unwrap_or_else(PoisonError::into_inner).take() else {
+                return refuse(&self.folder, "it was completed or given up already".to_owned());
+            };
+            let manifest: Manifest = match serde_json::from_str(manifest) {
+                Ok(manifest) => manifest,
+                Err(error) => return refuse(&self.folder, format!("its manifest: {error}")),
+            };
+            saving.commit(&manifest, keep_last).map(drop)
+        })
+    }
+
+    /// Give it up; what is written so far is removed by the next save.
+    fn abandon(&self) {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
+    }
+}
+
+fn refuse<T>(path: &str, reason: String) -> Result<T> {
+    Err(Error::Checkpoint { path: path.to_owned(), reason })
+}
+
+/// What to write: a list for each property, all of one length. An address is on `device` where `on_device` says so.
+#[derive(FromPyObject)]
+pub(crate) struct Entries {
+    #[pyo3(item)]
+    name: Vec<String>,
+    #[pyo3(item)]
+    dtype: Vec<String>,
+    #[pyo3(item)]
+    shape: Vec<Vec<u64>>,
+    #[pyo3(item)]
+    address: Vec<u64>,
+    #[pyo3(item)]
+    on_device: Vec<bool>,
+}
+
+/// Bytes of a dense tensor.
+fn bytes(dtype: &str, shape: &[u64]) -> u64 {
+    shape.iter().fold(element_bytes(dtype).unwrap_or(0), |bytes, &side| bytes.saturating_mul(side))
+}
+
+/// Write entries into files of a folder, and sync them.
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "numbers cross the border one by one")]
+pub(crate) fn write_checkpoint(
+    py: Python<'_>,
+    folder: PathBuf,
+    prefix: &str,
+    entries: Entries,
+    device: Option<&str>,
+    stream: u64,
+    threads: Option<usize>,
+    moved: &Moved,
+) -> PyResult<Vec<File>> {
+    guard::run(py, || {
+        let keeper: Keeper = Arc::new(());
+        let device = device.map(open).transpose()?;
+        let mut list = Vec::with_capacity(entries.name.len());
+        let Entries { name, dtype, shape, address, on_device } = entries;
+        for ((((name, dtype), shape), address), on_device) in
+            name.into_iter().zip(dtype).zip(shape).zip(address).zip(on_device)
+        {
+            let bytes = bytes(&dtype, &shape);
+            let data = match &device {
+                _ if bytes == 0 => None,
+                Some(device) if on_device => Some(torch::region(device, address, bytes, Place::Device, &keeper)?),
+                _ => Some(torch::host_region(address, bytes, &keeper)?),
+            };
+            list.push(Entry { name, dtype, shape, data });
+        }
+        let mut options = WriteOptions::default();
+        options.threads = threads.unwrap_or(options.threads);
+        if let Some(device) = device {
+            let after = torch::stream(&device, stream)?;
+            options.device = Some((device, after));
+        }
+        let files = checkpoint::write_files(&folder, prefix, &list, &options, &moved.bytes)?;
+        Ok(files.into_iter().map(|file| (file.record.name, file.record.bytes, file.record.blocks, file.entries)).collect())
+    })
+}
+
+/// A complete checkpoint, its structure checked.
+#[pyclass(frozen)]
+pub(crate) struct Checkpoint {
+    inner: checkpoint::Checkpoint,
+}
+
+/// What to read: a list for each property, all of one length. `offset` and `length` say which box of which chunk,
+/// `stride` (in elements) how the memory at `address` is laid out.
+#[derive(FromPyObject)]
+pub(crate) struct Requests {
+    #[pyo3(item)]
+    tensor: Vec<String>,
+    #[pyo3(item)]
+    chunk: Vec<usize>,
+    #[pyo3(item)]
+    offset: Vec<Vec<u64>>,
+    #[pyo3(item)]
+    length: Vec<Vec<u64>>,
+    #[pyo3(item)]
+    stride: Vec<Vec<u64>>,
+    #[pyo3(item)]
+    address: Vec<u64>,
+}
+
+#[pymethods]
+impl Checkpoint {
+    /// Open the last complete checkpoint of a path, or the one in that very folder.
+    #[new]
+    fn new(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
+        guard::run(py, || Ok(Self { inner: checkpoint::Checkpoint::open(&path)? }))
+    }
+
+    /// Its folder.
+    fn folder(&self) -> String {
+        self.inner.folder().display().to_string()
+    }
+
+    /// Its manifest, as JSON.
+    fn manifest(&self, py: Python<'_>) -> PyResult<String> {
+        guard::run(py, || match serde_json::to_string(self.inner.manifest()) {
+            Ok(text) => Ok(text),
+            Err(error) => refuse(&self.folder(), error.to_string()),
+        })
+    }
+
+    /// Read boxes of chunks into memory on the host.
+    fn read(&self, py: Python<'_>, requests: Requests, threads: Option<usize>, moved: &Moved) -> PyResult<()> {
+        guard::run(py, || {
+            let keeper: Keeper = Arc::new(());
+            let mut list = Vec::with_capacity(requests.tensor.len());
+            let Requests { tensor, chunk, offset, length, stride, address } = requests;
+            for (((((tensor, chunk), offsets), shape), strides), address) in
+                tensor.into_iter().zip(chunk).zip(offset).zip(length).zip(stride).zip(address)
+            {
+                let Some(found) = self.inner.manifest().tensors.get(&tensor) else {
+                    return refuse(&self.folder(), format!("no tensor {tensor:?}"));
+                };
+                if shape.contains(&0) {
+                    continue;
+                }
+                let last = shape.iter().zip(&strides).map(|(&len, &stride)| (len - 1) * stride).sum::<u64>() + 1;
+                let into = torch::host_region(address, last * element_bytes(&found.dtype).unwrap_or(1), &keeper)?;
+                list.push(Request { tensor, chunk, part: Extent { offsets, shape }, into, strides });
+            }
+            let threads = threads.unwrap_or(WriteOptions::default().threads);
+            self.inner.read(&list, threads, &moved.bytes)
+        })
+    }
+}
