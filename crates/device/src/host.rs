@@ -33,6 +33,23 @@ pub struct HostOptions {
     pub kernel: Option<String>,
 }
 
+impl HostOptions {
+    /// Refuses what cannot work here, and returns how many threads there will be.
+    pub fn check(&self) -> Result<usize> {
+        Unit::named(self.kernel.as_deref())?;
+        let cores = host_cores();
+        let threads = self.threads.unwrap_or(cores);
+        if threads == 0 || threads > cores {
+            return Err(Error::InvalidOption {
+                option: "host_threads",
+                value: threads.to_string(),
+                remedy: format!("this process may use {cores} cores; give 1 to {cores}"),
+            });
+        }
+        Ok(threads)
+    }
+}
+
 /// One AdamW step over host memory, cut into segments; see [`crate::arith`] for the arithmetic.
 #[derive(Debug, Clone)]
 pub struct HostUpdate {
@@ -175,15 +192,7 @@ impl Drop for HostWork {
 impl HostThreads {
     /// Starts the threads.
     pub fn new(options: &HostOptions) -> Result<Self> {
-        let (cores, unit) = (host_cores(), Unit::named(options.kernel.as_deref())?);
-        let threads = options.threads.unwrap_or(cores);
-        if threads == 0 || threads > cores {
-            return Err(Error::InvalidOption {
-                option: "host_threads",
-                value: threads.to_string(),
-                remedy: format!("this process may use {cores} cores; give 1 to {cores}"),
-            });
-        }
+        let (threads, unit) = (options.check()?, Unit::named(options.kernel.as_deref())?);
         let shared = Arc::new(Shared::default());
         let mut pool = Self { shared, workers: Vec::with_capacity(threads), unit, pid: std::process::id() };
         for index in 0..threads {

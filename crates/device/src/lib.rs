@@ -39,10 +39,10 @@ mod device;
 mod error;
 #[cfg(feature = "testing")]
 pub mod fault;
-#[allow(unsafe_code, reason = "host memory is reached by address")]
-pub mod host;
 #[allow(unsafe_code, reason = "system calls take addresses")]
 pub mod file;
+#[allow(unsafe_code, reason = "host memory is reached by address")]
+pub mod host;
 pub mod kernel;
 mod ledger;
 mod memory;

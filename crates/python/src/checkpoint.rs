@@ -139,7 +139,10 @@ pub(crate) fn write_checkpoint(
             options.device = Some((device, after));
         }
         let files = checkpoint::write_files(&folder, prefix, &list, &options, &moved.bytes)?;
-        Ok(files.into_iter().map(|file| (file.record.name, file.record.bytes, file.record.blocks, file.entries)).collect())
+        Ok(files
+            .into_iter()
+            .map(|file| (file.record.name, file.record.bytes, file.record.blocks, file.entries))
+            .collect())
     })
 }
 

@@ -10,6 +10,8 @@
 mod checkpoint;
 mod error;
 mod guard;
+mod host;
+mod landing;
 mod measure;
 mod optimizer;
 mod testing;
@@ -23,6 +25,8 @@ mod _core {
 
     #[pymodule_export]
     use crate::checkpoint::{Checkpoint, Moved, Saving, write_checkpoint};
+    #[pymodule_export]
+    use crate::host::check_host;
     #[pymodule_export]
     use crate::measure::{backends, bench_step, probe};
     #[pymodule_export]

@@ -134,7 +134,10 @@ impl Manifest {
     pub(super) fn check(&self, path: &Path) -> Result<()> {
         let block = self.block_bytes;
         if block == 0 || !block.is_multiple_of(4096) || block > MAX_BLOCK_BYTES {
-            return refuse(path, format!("blocks of {block} bytes; they are multiples of 4096 up to {MAX_BLOCK_BYTES}"));
+            return refuse(
+                path,
+                format!("blocks of {block} bytes; they are multiples of 4096 up to {MAX_BLOCK_BYTES}"),
+            );
         }
         let mut names = HashSet::new();
         for file in &self.files {
@@ -233,7 +236,8 @@ mod tests {
             begin,
             end: begin + len * 16,
         };
-        let sharded = Tensor { dtype: "F32".into(), shape: vec![3, 4], chunks: vec![chunk(0, 2, 0, 64), chunk(2, 1, 1, 64)] };
+        let sharded =
+            Tensor { dtype: "F32".into(), shape: vec![3, 4], chunks: vec![chunk(0, 2, 0, 64), chunk(2, 1, 1, 64)] };
         let scalar = Chunk { extent: Extent::whole(&[]), file: 0, begin: 96, end: 100 };
         let step = Tensor { dtype: "F32".into(), shape: vec![], chunks: vec![scalar] };
         Manifest {

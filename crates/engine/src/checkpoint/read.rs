@@ -101,14 +101,16 @@ impl Checkpoint {
         let mut pieces: Vec<Vec<Piece>> = vec![Vec::new(); self.manifest.files.len()];
         for (index, request) in requests.iter().enumerate() {
             let found = self.manifest.tensors.get(&request.tensor);
-            let Some((tensor, chunk)) = found.and_then(|tensor| Some((tensor, tensor.chunks.get(request.chunk)?))) else {
+            let Some((tensor, chunk)) = found.and_then(|tensor| Some((tensor, tensor.chunks.get(request.chunk)?)))
+            else {
                 return refuse(&self.folder, format!("no chunk {} of tensor {:?}", request.chunk, request.tensor));
             };
             let Extent { offsets, shape: lengths } = &request.part;
             let width = element_bytes(&tensor.dtype).unwrap_or(1);
-            let last = lengths.iter().zip(&request.strides).try_fold(1u64, |last, (&len, &stride)| {
-                last.checked_add(len.saturating_sub(1).checked_mul(stride)?)
-            });
+            let last = lengths
+                .iter()
+                .zip(&request.strides)
+                .try_fold(1u64, |last, (&len, &stride)| last.checked_add(len.saturating_sub(1).checked_mul(stride)?));
             let needed = if lengths.contains(&0) { Some(0) } else { last.and_then(|last| last.checked_mul(width)) };
             let fits = request.part.is_inside(&chunk.extent.shape)
                 && request.strides.len() == lengths.len()
@@ -214,7 +216,8 @@ impl Job<'_> {
         let fail = |error: std::io::Error| file_error("read", self.path, &error);
         let stated = record.blocks[block as usize];
         let from = self.pieces.partition_point(|piece| piece.begin + self.longest <= begin);
-        let touching = self.pieces[from..].iter().take_while(|piece| piece.begin < end).filter(|piece| piece.end > begin);
+        let touching =
+            self.pieces[from..].iter().take_while(|piece| piece.begin < end).filter(|piece| piece.end > begin);
         let mut first_two = touching.clone();
         if let (Some(piece), None) = (first_two.next(), first_two.next())
             && piece.begin <= begin

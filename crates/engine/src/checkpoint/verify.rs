@@ -105,7 +105,9 @@ fn check_entries(
         .collect();
     let mut found: Vec<_> = entries
         .iter()
-        .map(|(name, (dtype, shape, begin, end))| ((start + begin, start + end, dtype.clone(), shape.clone()), name.clone()))
+        .map(|(name, (dtype, shape, begin, end))| {
+            ((start + begin, start + end, dtype.clone(), shape.clone()), name.clone())
+        })
         .collect();
     stated.sort();
     found.sort();

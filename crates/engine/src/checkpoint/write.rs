@@ -279,5 +279,9 @@ fn write_file(
 
 fn check_length(out: &File, plan: &Plan) -> Result<()> {
     let found = out.metadata().map_err(|error| file_error("find", &plan.path, &error))?.len();
-    if found == plan.bytes { Ok(()) } else { refuse(&plan.path, format!("{found} bytes where {} were written", plan.bytes)) }
+    if found == plan.bytes {
+        Ok(())
+    } else {
+        refuse(&plan.path, format!("{found} bytes where {} were written", plan.bytes))
+    }
 }
