@@ -6,7 +6,7 @@ from _typeshed import Incomplete, SupportsGetItem, SupportsLenAndGetItem
 from os import PathLike
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["CHECKPOINT_BLOCK_BYTES", "Checkpoint", "Engine", "HostView", "Moved", "Saving", "_errors_for_test", "_gil_is_released_for_test", "_panic_for_test", "backends", "bench_step", "check_host", "probe", "version", "write_checkpoint"]
+__all__ = ["CHECKPOINT_BLOCK_BYTES", "Checkpoint", "Engine", "HostView", "Moved", "Saving", "_errors_for_test", "_gil_is_released_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "check_host", "probe", "version", "write_checkpoint"]
 
 CHECKPOINT_BLOCK_BYTES: Final[int]
 """
@@ -197,6 +197,12 @@ def _panic_for_test(message: str) -> None:
 def backends() -> tuple[list[str], list[tuple[str, str]]]:
     """
     The devices that can be opened, and for each backend that cannot be used here its name and the reason.
+    """
+
+def bench_placements(device: str, link_gbps: SupportsFloat | SupportsIndex | None, params: SupportsIndex, host_threads: SupportsIndex | None, slots: SupportsIndex, chunk_bytes: SupportsIndex, rounds: SupportsIndex) -> str:
+    """
+    Run the step at every placement over made-up bf16 parameters, in turns; JSON text. On the CPU backend the link may be
+    given a rate.
     """
 
 def bench_step(device: str | None, params: SupportsIndex, slots: SupportsIndex, chunk_bytes: SupportsIndex, steps: SupportsIndex) -> str:

@@ -26,7 +26,7 @@ mod _core {
     #[pymodule_export]
     use crate::checkpoint::{Checkpoint, Moved, Saving, write_checkpoint};
     #[pymodule_export]
-    use crate::host::check_host;
+    use crate::host::{bench_placements, check_host};
     #[pymodule_export]
     use crate::measure::{backends, bench_step, probe};
     #[pymodule_export]
