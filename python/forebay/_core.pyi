@@ -199,7 +199,7 @@ def backends() -> tuple[list[str], list[tuple[str, str]]]:
     The devices that can be opened, and for each backend that cannot be used here its name and the reason.
     """
 
-def bench_placements(device: str, link_gbps: SupportsFloat | SupportsIndex | None, params: SupportsIndex, host_threads: SupportsIndex | None, slots: SupportsIndex, chunk_bytes: SupportsIndex, rounds: SupportsIndex) -> str:
+def bench_placements(device: str, link_gbps: SupportsFloat | SupportsIndex | None, params: SupportsIndex, host_threads: SupportsIndex | None, host_kernel: str | None, slots: SupportsIndex, chunk_bytes: SupportsIndex, rounds: SupportsIndex) -> str:
     """
     Run the step at every placement over made-up bf16 parameters, in turns; JSON text. On the CPU backend the link may be
     given a rate.

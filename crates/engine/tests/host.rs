@@ -82,20 +82,20 @@ fn every_share_equals_resident(on: &Subject) {
 }
 
 fn auto_settles_and_stays_put_and_equals_resident(on: &Subject) {
-    let rig = Rig::placed(on, Scenario::new(mixed_tensors(), 3, 2048), 8, Some(Shared(HostShare::Auto)));
+    let rig = Rig::placed(on, Scenario::new(mixed_tensors(), 3, 2048), 10, Some(Shared(HostShare::Auto)));
     let (hybrid, _) = rig.hybrid.as_ref().unwrap();
     let mut settled = None;
-    for step in 0..8 {
-        assert_eq!(hybrid.settled_fraction().is_some(), step >= 4, "after {step} steps");
+    for step in 0..10 {
+        assert_eq!(hybrid.settled_fraction().is_some(), step >= 6, "after {step} steps");
         rig.step(step).unwrap();
-        if step >= 4 {
+        if step >= 6 {
             let now = (hybrid.settled_fraction(), hybrid.last_fraction());
             assert_eq!(*settled.get_or_insert(now), now, "it moves");
             assert!((now.0.unwrap() - now.1).abs() < 0.2, "settled on {:?} and took {}", now.0, now.1);
         }
     }
     rig.synchronize();
-    rig.assert_exact(8);
+    rig.assert_exact(10);
 }
 
 fn the_ends_of_the_share_are_stream_and_host(on: &Subject) {

@@ -16,7 +16,7 @@ pub(crate) fn check_host(py: Python<'_>, threads: Option<usize>, kernel: Option<
 /// Run the step at every placement over made-up bf16 parameters, in turns; JSON text. On the CPU backend the link may be
 /// given a rate.
 #[pyfunction]
-#[pyo3(signature = (device, link_gbps, params, host_threads, slots, chunk_bytes, rounds))]
+#[pyo3(signature = (device, link_gbps, params, host_threads, host_kernel, slots, chunk_bytes, rounds))]
 #[expect(clippy::too_many_arguments, reason = "numbers cross the border, not objects")]
 pub(crate) fn bench_placements(
     py: Python<'_>,
@@ -24,6 +24,7 @@ pub(crate) fn bench_placements(
     link_gbps: Option<f64>,
     params: u64,
     host_threads: Option<usize>,
+    host_kernel: Option<String>,
     slots: usize,
     chunk_bytes: u64,
     rounds: usize,
@@ -37,7 +38,7 @@ pub(crate) fn bench_placements(
                 CpuDevice::open(CpuOptions { link: Some(link), ..CpuOptions::default() })?
             }
         };
-        let host = HostOptions { threads: host_threads, kernel: None };
+        let host = HostOptions { threads: host_threads, kernel: host_kernel };
         let found = bench(&device, &PlacementsOptions { params, host, slots, slot_bytes: chunk_bytes, rounds })?;
         Ok(serde_json::to_string(&found).unwrap_or_else(|error| format!("{{\"error\": \"{error}\"}}")))
     })

@@ -64,7 +64,7 @@ pub struct Placements {
 }
 
 /// Steps before the timed ones: what "auto" needs to settle, and one more.
-const WARMUP: usize = 5;
+const WARMUP: usize = 7;
 
 struct Contestant {
     placement: &'static str,

@@ -1,8 +1,11 @@
 //! Chunks shared out between the device and the host, both at work at once.
 //!
 //! The device takes chunks from the front of the list, the host from its back. A fixed share says beforehand where they
-//! meet. "Auto" lets them meet where they meet for a few steps, which is where both finish together, and then keeps that
-//! place. Where a chunk is updated changes no bit of it: one arithmetic serves both.
+//! meet. "Auto" lets them meet where they meet for a few steps, which is where both finish together, and tries each alone
+//! for one: where both need the same thing, the wire or the memory, sharing can be slower than either. The best stays.
+//! Where a chunk is updated changes no bit of it: one arithmetic serves both.
+
+use std::time::Instant;
 
 use forebay_device::{HostOptions, Stream};
 
@@ -21,10 +24,22 @@ pub enum HostShare {
     Auto,
 }
 
-/// Steps before the measured ones: the first makes pages, caches and clocks warm.
-const WARMUP: usize = 1;
-/// Steps whose middle one settles the share.
-const MEASURED: usize = 3;
+/// What one of the first steps tries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Trial {
+    /// Both, until they meet.
+    Meet,
+    /// The device alone.
+    Stream,
+    /// The host alone.
+    Host,
+}
+
+/// What the first steps try. The very first makes pages, caches and clocks warm, and does not count.
+const TRIALS: [Trial; 6] = [Trial::Meet, Trial::Meet, Trial::Stream, Trial::Host, Trial::Meet, Trial::Meet];
+
+/// One alone must be faster than both by this much to be preferred: it was tried only once.
+const PREFERENCE: f64 = 0.98;
 
 /// The list of chunks of one step, taken from both ends.
 #[derive(Debug)]
@@ -109,9 +124,27 @@ fn meeting_point(order: &[(usize, usize, u64)], fraction: f64) -> usize {
 
 #[derive(Debug, Default)]
 struct Measured {
-    fractions: Vec<f64>,
+    /// The host's fraction and the seconds of each trial.
+    tried: Vec<(f64, f64)>,
     settled: Option<f64>,
     last: f64,
+}
+
+/// The best of all trials.
+fn choose(tried: &[(f64, f64)]) -> f64 {
+    let of = |wanted: Trial| {
+        let all = TRIALS.iter().zip(tried).skip(1);
+        let mut found: Vec<(f64, f64)> = all.filter(|(trial, _)| **trial == wanted).map(|(_, found)| *found).collect();
+        found.sort_by(|a, b| a.1.total_cmp(&b.1));
+        found.get(found.len() / 2).copied().unwrap_or((0.0, f64::INFINITY))
+    };
+    let (meeting, both) = of(Trial::Meet);
+    let (stream, host) = (of(Trial::Stream).1, of(Trial::Host).1);
+    match (stream < both * PREFERENCE, host < both * PREFERENCE) {
+        (true, _) if stream <= host => 0.0,
+        (_, true) => 1.0,
+        _ => meeting,
+    }
 }
 
 /// A step on the host, or on host and device at once.
@@ -182,11 +215,12 @@ impl Hybrid {
             bytes.enumerate().filter(|&(_, bytes)| bytes > 0).map(move |(chunk, bytes)| (i, chunk, bytes))
         });
         let claims = Claims::new(order.collect(), self.next_share(stores));
+        let start = Instant::now();
         self.lane.begin(inputs, compute)?;
         let outcome = self.run_both(stores, &parts, &claims, inputs, compute);
         // Also after a failure: weights may be on their way up.
         outcome.and(self.lane.end(compute))?;
-        self.note(claims.host_fraction());
+        self.note(claims.host_fraction(), start.elapsed().as_secs_f64());
         Ok(())
     }
 
@@ -194,20 +228,25 @@ impl Hybrid {
         if stores.iter().any(|store| store.streamed().is_none()) {
             return HostShare::Fixed(1.0);
         }
-        self.settled_fraction().map_or(HostShare::Auto, HostShare::Fixed)
+        if let Some(fraction) = self.settled_fraction() {
+            return HostShare::Fixed(fraction);
+        }
+        match TRIALS.get(lock(&self.measured).tried.len()) {
+            Some(Trial::Stream) => HostShare::Fixed(0.0),
+            Some(Trial::Host) => HostShare::Fixed(1.0),
+            _ => HostShare::Auto,
+        }
     }
 
-    fn note(&self, fraction: f64) {
+    fn note(&self, fraction: f64, seconds: f64) {
         let mut measured = lock(&self.measured);
         measured.last = fraction;
         if self.share != HostShare::Auto || measured.settled.is_some() {
             return;
         }
-        measured.fractions.push(fraction);
-        if measured.fractions.len() == WARMUP + MEASURED {
-            let mut tried = measured.fractions.split_off(WARMUP);
-            tried.sort_by(f64::total_cmp);
-            measured.settled = tried.get(MEASURED / 2).copied();
+        measured.tried.push((fraction, seconds));
+        if measured.tried.len() == TRIALS.len() {
+            measured.settled = Some(choose(&measured.tried));
         }
     }
 
@@ -297,6 +336,19 @@ mod tests {
                 assert_eq!(claims.host_fraction(), host);
             }
         }
+    }
+
+    #[test]
+    fn the_best_of_the_trials_stays() {
+        // Meet, meet, stream, host, meet, meet: the first does not count, and of the others the middle one.
+        let meets = |stream: f64, host: f64| {
+            choose(&[(0.9, 1.0), (0.3, 5.0), (0.0, stream), (1.0, host), (0.4, 6.0), (0.5, 7.0)])
+        };
+        assert_eq!(meets(9.0, 8.0), 0.4);
+        assert_eq!(meets(4.0, 8.0), 0.0);
+        assert_eq!(meets(9.0, 4.0), 1.0);
+        assert_eq!((meets(4.0, 3.0), meets(3.0, 4.0)), (1.0, 0.0));
+        assert_eq!(meets(5.99, 5.99), 0.4, "a hair's breadth does not count");
     }
 
     #[test]
