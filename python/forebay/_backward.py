@@ -22,22 +22,38 @@ if TYPE_CHECKING:
 
 @dataclass
 class Gradient:
-    """A gradient that is on its way down, and what it was when it set out."""
+    """A gradient that is on its way down, and what it was when it set out.
+
+    torch's version counters see most changes of a gradient, but not those of ``GradScaler.unscale_`` nor what is written
+    through ``.data``. Those scale, and a norm tells.
+    """
 
     # Held, so that its memory is given to nobody while it is being read.
     tensor: torch.Tensor
     versions: tuple[int, int]
+    norm: torch.Tensor
 
     @classmethod
     def of(cls, gradient: torch.Tensor) -> Gradient:
         """Note what a gradient is now."""
-        return cls(gradient, (gradient._version, local(gradient)._version))
+        return cls(gradient, (gradient._version, local(gradient)._version), norms([local(gradient)])[0])
 
     def is_still(self, gradient: torch.Tensor | None) -> bool:
         """Whether a parameter's gradient is this one, unchanged."""
         if gradient is None or local(gradient).data_ptr() != local(self.tensor).data_ptr():
             return False
         return self.versions == (gradient._version, local(gradient)._version)
+
+
+def norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the norm of each tensor, the same bits for the same numbers whatever the others are."""
+    found: dict[int, torch.Tensor] = {}
+    for dtype in DTYPES:
+        places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+        if places:
+            of = torch._foreach_norm([tensors[i] for i in places], 2.0, dtype=torch.float32)
+            found.update(zip(places, of, strict=True))
+    return [found[i] for i in range(len(tensors))]
 
 
 @dataclass
@@ -52,8 +68,19 @@ class Landed:
 
     def check(self, engine: _core.Engine) -> None:
         """Have those brought down again that were changed since: clipped, unscaled or accumulated into."""
+        kept = []
         for parameter, home, gradient in self.gradients.values():
-            if not gradient.is_still(parameter.grad):
+            if gradient.is_still(parameter.grad):
+                kept.append((home, gradient))
+            else:
+                engine.finish_landing(home)
+        if not kept:
+            return
+        now = torch.stack(norms([local(gradient.tensor) for _, gradient in kept]))
+        then = torch.stack([gradient.norm for _, gradient in kept])
+        # One wait for the device; the step is about to wait for it anyway.
+        for (home, _), differs in zip(kept, (now != then).tolist(), strict=True):
+            if differs:
                 engine.finish_landing(home)
 
     def forget(self, engine: _core.Engine) -> None:
@@ -144,7 +171,8 @@ def hook(reference: weakref.ref[AdamW]) -> Any:
         if not fits:
             return
         assert compute is not None
-        landed.gradients[id(parameter)] = (parameter, home, Gradient.of(gradient))
+        with torch.no_grad():
+            landed.gradients[id(parameter)] = (parameter, home, Gradient.of(gradient))
         size = inner.numel() * inner.element_size()
         optimizer._engine.land(number, index, inner.data_ptr(), size, stream_handle(compute))
 
