@@ -89,7 +89,6 @@ class Landed:
             engine.finish_landing(None)
             self.gradients.clear()
 
-
     def close(self) -> None:
         """Take the hooks off the parameters."""
         for handle in self.hooked.values():
@@ -189,7 +188,8 @@ def refuse_late_reduction(parameters: list[torch.Tensor]) -> None:
 
     mine = set(map(id, parameters))
     for module in gc.get_objects():
-        if not isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
+        # By type: some objects run code of their own when they are asked for their class.
+        if not issubclass(type(module), (DistributedDataParallel, FullyShardedDataParallel)):
             continue
         if any(id(parameter) in mine for parameter in module.parameters()):
             raise OptionError(

@@ -39,11 +39,12 @@ use crate::pool::{Lease, Pool};
 use crate::sync::{Mutex, lock};
 
 /// How many chunks may be on their way down, and how many in the threads' hands, when the next slot is asked for. One
-/// slot has to be left for that, and where there are enough another for what is on its way up.
+/// slot has to be left for that: whoever held them all would wait for ever.
 fn depths(slots: usize) -> (usize, usize) {
     match slots {
         0..=2 => (0, 1),
-        3..=5 => (1, 1),
+        3 => (1, 1),
+        4..=5 => (1, 2),
         _ => (2, 2),
     }
 }
