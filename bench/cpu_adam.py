@@ -70,7 +70,7 @@ def in_turns(contestants: dict[str, Callable[[], Any]], repetitions: int) -> dic
 
 
 def numbers(count: int, dtype: torch.dtype) -> torch.nn.Parameter:
-    """Return a parameter on the host with a gradient: the same random numbers again and again, which is fast to make."""
+    """Return a parameter on the host with a gradient: the same random numbers again and again, fast to make."""
     tile = torch.randn(1 << 16).to(dtype)
     repeats = -(-count // tile.numel())
     parameter = torch.nn.Parameter(tile.repeat(repeats)[:count].clone())
@@ -293,7 +293,8 @@ def print_report(found: dict[str, Any]) -> None:
     else:
         placements = found["simulated"]
         print(
-            f"CPU backend, link of {placements['link_gbps']} GB/s each way, {placements['host_threads']} host thread of portable code, "
+            f"CPU backend, link of {placements['link_gbps']} GB/s each way, "
+            f"{placements['host_threads']} host thread of portable code, "
             f"{placements['params'] / 1e6:.0f}e6 bf16 parameters"
         )
         lines = [

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class Gradient:
     """A gradient that is on its way down, and what it was when it set out.
 
-    torch's version counters see most changes of a gradient, but not those of ``GradScaler.unscale_`` nor what is written
-    through ``.data``. Those scale, and a norm tells.
+    torch's version counters see most changes of a gradient, but not those of ``GradScaler.unscale_`` nor what is
+    written through ``.data``. Those scale, and a norm tells.
     """
 
     # Held, so that its memory is given to nobody while it is being read.
@@ -122,7 +122,8 @@ def last_backward(optimizer: AdamW) -> Iterator[None]:
         engine.open_landing(number, sizes, options.pinned_budget_bytes)
     for parameter in parameters:
         if parameter.requires_grad and id(parameter) not in landed.hooked:
-            handle = parameter.register_post_accumulate_grad_hook(hook(weakref.ref(optimizer)))
+            register: Any = parameter.register_post_accumulate_grad_hook
+            handle = register(hook(weakref.ref(optimizer)))
             landed.hooked[id(parameter)] = handle
     landed.forget(engine)
     landed.active = True

@@ -150,9 +150,14 @@ def test_a_backward_that_fails_leaves_nothing_behind(device: torch.device, place
     model = model_of(device)
     parameters = list(model.parameters())
     optimizer = forebay.AdamW(parameters, lr=1e-2, chunk_bytes=TINY, **placed)
-    with pytest.raises(RuntimeError, match="on purpose"), optimizer.last_backward():
-        loss_of(model, 0, device).backward()
-        raise RuntimeError("on purpose")
+
+    def fails() -> None:
+        with optimizer.last_backward():
+            loss_of(model, 0, device).backward()
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fails()
     optimizer.zero_grad()
     loss_of(model, 1, device).backward()
     optimizer.step()
@@ -177,9 +182,8 @@ def test_placements_without_a_host_part_refuse_it(device: torch.device) -> None:
 
 def test_nesting_is_refused(device: torch.device, placed: dict[str, Any]) -> None:
     optimizer = forebay.AdamW(make([(3,)], device=device), **placed)
-    with optimizer.last_backward():
-        with pytest.raises(forebay.OptionError, match="nested"), optimizer.last_backward():
-            pass
+    with optimizer.last_backward(), pytest.raises(forebay.OptionError, match="nested"), optimizer.last_backward():
+        pass
 
 
 def test_room_for_gradients_counts_against_the_budget(device: torch.device) -> None:

@@ -13,6 +13,10 @@
 //! - the host waits for the way down, then for its threads, then submits the way up;
 //! - the caller's stream waits for the last way up, so what it does after the step sees the new weights.
 //!
+//! A slot takes as many chunks in a row as its bytes hold: gradient and weight are fewer bytes than the state that a chunk
+//! is measured by, and the copy engine alternates between streams copy by copy, so that many small copies would come off
+//! badly beside the large ones of a streamed half.
+//!
 //! Parameters that lie on the host are updated in place and touch neither slots nor streams.
 //!
 //! Weights come down too, because a master gives way to a weight that is not its rounding, and only the weight itself can
@@ -48,6 +52,9 @@ fn depths(slots: usize) -> (usize, usize) {
         _ => (2, 2),
     }
 }
+
+/// Weights and gradients start at multiples of this in a slot: a line of the cache.
+const SLOT_ALIGN_BYTES: u64 = 64;
 
 /// One state with its tensors at one step.
 #[derive(Debug, Clone, Copy)]
@@ -123,19 +130,47 @@ impl Drop for Held<'_> {
     }
 }
 
-/// A chunk on its way: down, then in the threads' hands.
+/// Consecutive elements of one tensor that has a gradient.
+struct Run {
+    tensor: usize,
+    offset: u64,
+    elements: u64,
+    /// Where weight and gradient lie in the slot.
+    param_at: u64,
+    grad_at: u64,
+}
+
+impl Run {
+    /// These elements of a tensor.
+    fn of(&self, tensor: &Region, width: u64) -> Result<Region> {
+        Ok(tensor.slice(self.offset * width, self.elements * width)?)
+    }
+
+    /// Their weights in a slot.
+    fn param(&self, held: &Held<'_>, width: u64) -> Result<Region> {
+        Ok(held.slot().region.slice(self.param_at, self.elements * width)?)
+    }
+
+    /// Their gradients in a slot.
+    fn grad(&self, held: &Held<'_>, width: u64) -> Result<Region> {
+        Ok(held.slot().region.slice(self.grad_at, self.elements * width)?)
+    }
+}
+
+/// Chunks on their way: down, then in the threads' hands.
 struct Passage<'a> {
     part: Part<'a>,
-    chunk: &'a Chunk,
+    chunks: &'a [Chunk],
+    runs: Vec<Run>,
     /// None for parameters on the host.
     held: Option<Held<'a>>,
 }
 
 impl HostLane {
-    /// Starts the threads and pins the ring: as many slots as there are in a plan, of its size.
+    /// Starts the threads and pins the ring: as many slots as there are in a plan, of twice its size.
     pub fn new(pool: &Pool, options: &HostOptions, slots: usize, slot_bytes: u64) -> Result<Self> {
         let device = pool.device().clone();
-        let mut parts = vec![slot_bytes.next_multiple_of(ALIGN_BYTES); slots];
+        let mut parts = vec![(2 * slot_bytes).next_multiple_of(ALIGN_BYTES); slots];
         parts.push(2 * ALIGN_BYTES);
         let threads = HostThreads::new(options)?;
         let slab = pool.slab("host ring", &parts)?;
@@ -288,10 +323,16 @@ impl Drop for Step<'_> {
 impl<'a> Step<'a> {
     fn drive(mut self, parts: &[Part<'a>], claims: &Claims) -> Result<HostStats> {
         let (landing, updating) = depths(self.lane.slots.len());
-        while let Some((part, chunk)) = claims.back() {
+        let capacity = self.lane.slots.first().map_or(0, |slot| slot.region.bytes());
+        let fits = |part: usize, chunks: &[usize]| {
+            let all = parts[part].state.plan().chunks();
+            let bytes = |&chunk: &usize| operand_bytes(parts[part], &all[chunk]);
+            chunks.iter().map(bytes).sum::<u64>() <= capacity
+                && chunks.iter().all(|&chunk| all[chunk].bucket == all[chunks[0]].bucket)
+        };
+        while let Some((part, chunks)) = claims.back(fits) {
             let part = parts[part];
-            let chunk = &part.state.plan().chunks()[chunk];
-            let passage = self.bring_down(part, chunk)?;
+            let passage = self.bring_down(part, &part.state.plan().chunks()[chunks])?;
             self.landing.push_back(passage);
             self.advance(landing, updating)?;
         }
@@ -324,64 +365,72 @@ impl<'a> Step<'a> {
         Ok(())
     }
 
-    /// Submits the way down of a chunk's gradients and weights.
-    fn bring_down(&mut self, part: Part<'a>, chunk: &'a Chunk) -> Result<Passage<'a>> {
-        if part.state.plan().buckets()[chunk.bucket].on_host {
-            return Ok(Passage { part, chunk, held: None });
+    /// Submits the way down of gradients and weights.
+    fn bring_down(&mut self, part: Part<'a>, chunks: &'a [Chunk]) -> Result<Passage<'a>> {
+        let runs = runs(part, chunks);
+        if chunks.first().is_some_and(|chunk| part.state.plan().buckets()[chunk.bucket].on_host) {
+            return Ok(Passage { part, chunks, runs, held: None });
         }
         let since = Instant::now();
         let (index, _) = self.lane.ring.acquire()?;
         self.stats.wire_wait_ns += since.elapsed().as_nanos() as u64;
         let mut held = Held { lane: self.lane, index, busy: None };
-        let mut pairs = Vec::new();
-        for (segment, binding, (grad, grad_width)) in members(part, chunk) {
-            if landed(part, segment.tensor).is_none() {
-                pairs.push((slice(grad, segment, grad_width)?, in_slot(held.slot(), chunk, segment, 1, grad_width)?));
+        let mut pairs = Vec::with_capacity(2 * runs.len());
+        for run in &runs {
+            let binding = &part.tensors[run.tensor];
+            if let (Some((grad, dtype)), None) = (&binding.grad, landed(part, run.tensor)) {
+                pairs.push((run.of(grad, dtype.bytes())?, run.grad(&held, dtype.bytes())?));
             }
             let width = binding.param_dtype.bytes();
-            pairs.push((slice(&binding.param, segment, width)?, in_slot(held.slot(), chunk, segment, 0, width)?));
+            pairs.push((run.of(&binding.param, width)?, run.param(&held, width)?));
         }
         self.stats.down_bytes += pairs.iter().map(|(from, _)| from.bytes()).sum::<u64>();
         let landing = held.slot().landed.clone();
         transfer(&self.lane.device, &self.lane.down, &pairs, &landing, &mut held.busy)?;
-        Ok(Passage { part, chunk, held: Some(held) })
+        Ok(Passage { part, chunks, runs, held: Some(held) })
     }
 
-    /// Waits for a chunk's way down and gives it to the threads.
+    /// Waits for the way down and gives all of it to the threads.
     fn start(&mut self, passage: &Passage<'a>) -> Result<HostWork> {
-        let Passage { part, chunk, held } = passage;
+        let Passage { part, chunks, runs, held } = passage;
         if let Some(held) = held {
             let since = Instant::now();
             self.lane.device.synchronize(&held.slot().landed)?;
             self.stats.wire_wait_ns += since.elapsed().as_nanos() as u64;
         }
-        if let Some(pipeline) = self.pipeline {
-            part.state.chunk(chunk)?.iter().try_for_each(|region| pipeline.settle(region))?;
+        for chunk in *chunks {
+            if let Some(pipeline) = self.pipeline {
+                part.state.chunk(chunk)?.iter().try_for_each(|region| pipeline.settle(region))?;
+            }
+            self.stats.chunks += 1;
+            self.stats.state_bytes += payload_bytes(part.state.plan(), chunk, part.tensors);
         }
-        let mut segments = Vec::with_capacity(part.state.plan().segments(chunk).len());
-        for (segment, binding, (grad, grad_width)) in members(*part, chunk) {
-            let state = |kind: StateKind| part.state.in_arena(chunk, segment, kind);
+        let mut segments = Vec::with_capacity(runs.len());
+        for run in runs {
+            let binding = &part.tensors[run.tensor];
+            let Some((grad, grad_dtype)) = &binding.grad else { continue };
+            let state = |kind: StateKind| -> Result<Option<Region>> {
+                part.state.tensor(run.tensor, kind)?.map(|region| run.of(&region, STATE_BYTES)).transpose()
+            };
             let needed = |kind: StateKind| -> Result<Region> {
                 state(kind)?.ok_or_else(|| Error::PlanMismatch {
-                    tensor: part.state.plan().tensors()[segment.tensor].name.clone(),
+                    tensor: part.state.plan().tensors()[run.tensor].name.clone(),
                     reason: format!("AdamW needs {kind:?}"),
                 })
             };
-            let width = binding.param_dtype.bytes();
-            let param = match held {
-                Some(held) => in_slot(held.slot(), chunk, segment, 0, width)?,
-                None => slice(&binding.param, segment, width)?,
-            };
-            let grad = match (held, landed(*part, segment.tensor)) {
-                (_, Some(landed)) => slice(landed, segment, grad_width)?,
-                (Some(held), None) => in_slot(held.slot(), chunk, segment, 1, grad_width)?,
-                (None, None) => slice(grad, segment, grad_width)?,
-            };
+            let (width, grad_width) = (binding.param_dtype.bytes(), grad_dtype.bytes());
             segments.push(AdamWSegment {
-                param,
+                param: match held {
+                    Some(held) => run.param(held, width)?,
+                    None => run.of(&binding.param, width)?,
+                },
                 param_dtype: binding.param_dtype,
-                grad,
-                grad_dtype: binding.grad.as_ref().map_or(binding.param_dtype, |(_, dtype)| *dtype),
+                grad: match (held, landed(*part, run.tensor)) {
+                    (_, Some(landed)) => run.of(landed, grad_width)?,
+                    (Some(held), None) => run.grad(held, grad_width)?,
+                    (None, None) => run.of(grad, grad_width)?,
+                },
+                grad_dtype: *grad_dtype,
                 exp_avg: needed(StateKind::ExpAvg)?,
                 exp_avg_sq: needed(StateKind::ExpAvgSq)?,
                 max_exp_avg_sq: state(StateKind::MaxExpAvgSq)?,
@@ -389,21 +438,20 @@ impl<'a> Step<'a> {
                 scalars: binding.scalars,
             });
         }
-        self.stats.chunks += 1;
-        self.stats.state_bytes += payload_bytes(part.state.plan(), chunk, part.tensors);
         let scalars = self.scalars.clone();
         let update = HostUpdate { segments, scalars, grad_scale: self.grad_scale, follow_weights: true };
         Ok(self.lane.device.update_on_host(&self.lane.threads, update)?)
     }
 
-    /// Submits the way up of a chunk's new weights.
+    /// Submits the way up of the new weights.
     fn send_up(&mut self, passage: Passage<'a>) -> Result<()> {
-        let Passage { part, chunk, held } = passage;
+        let Passage { part, runs, held, .. } = passage;
         let Some(mut held) = held else { return Ok(()) };
-        let mut pairs = Vec::new();
-        for (segment, binding, _) in members(part, chunk) {
+        let mut pairs = Vec::with_capacity(runs.len());
+        for run in &runs {
+            let binding = &part.tensors[run.tensor];
             let width = binding.param_dtype.bytes();
-            pairs.push((in_slot(held.slot(), chunk, segment, 0, width)?, slice(&binding.param, segment, width)?));
+            pairs.push((run.param(&held, width)?, run.of(&binding.param, width)?));
         }
         self.stats.up_bytes += pairs.iter().map(|(from, _)| from.bytes()).sum::<u64>();
         let sent = held.slot().sent.clone();
@@ -429,28 +477,48 @@ fn transfer(
     Ok(recorded?)
 }
 
-/// The segments of a chunk whose tensors have a gradient, with that gradient and the bytes of its elements.
-fn members<'a>(
-    part: Part<'a>,
-    chunk: &'a Chunk,
-) -> impl Iterator<Item = (&'a Segment, &'a Binding, (&'a Region, u64))> {
+/// The segments of a chunk whose tensors have a gradient, with the bytes of their weights and gradients in a slot.
+fn members<'a>(part: Part<'a>, chunk: &'a Chunk) -> impl Iterator<Item = (&'a Segment, [u64; 2])> {
     part.state.plan().segments(chunk).iter().filter_map(move |segment| {
         let binding = &part.tensors[segment.tensor];
-        binding.grad.as_ref().map(|(grad, dtype)| (segment, binding, (grad, dtype.bytes())))
+        let (_, grad_dtype) = binding.grad.as_ref()?;
+        Some((segment, [binding.param_dtype.bytes(), grad_dtype.bytes()]))
     })
+}
+
+/// Bytes of a slot that a chunk's weights and gradients need at most.
+fn operand_bytes(part: Part<'_>, chunk: &Chunk) -> u64 {
+    let aligned = |segment: &Segment, width: u64| (segment.elements * width).next_multiple_of(SLOT_ALIGN_BYTES);
+    members(part, chunk).map(|(segment, widths)| widths.map(|width| aligned(segment, width)).iter().sum::<u64>()).sum()
+}
+
+/// The tensors' parts in consecutive chunks, what continues from chunk to chunk put together, each with its place.
+fn runs(part: Part<'_>, chunks: &[Chunk]) -> Vec<Run> {
+    let mut runs: Vec<(Run, [u64; 2])> = Vec::new();
+    for (segment, widths) in chunks.iter().flat_map(|chunk| members(part, chunk)) {
+        match runs.last_mut() {
+            Some((run, _)) if run.tensor == segment.tensor && run.offset + run.elements == segment.tensor_offset => {
+                run.elements += segment.elements;
+            }
+            _ => {
+                let (tensor, offset, elements) = (segment.tensor, segment.tensor_offset, segment.elements);
+                runs.push((Run { tensor, offset, elements, param_at: 0, grad_at: 0 }, widths));
+            }
+        }
+    }
+    let mut end = 0u64;
+    let mut place = |bytes: u64| {
+        let start = end;
+        end = (start + bytes).next_multiple_of(SLOT_ALIGN_BYTES);
+        start
+    };
+    for (run, [param_width, grad_width]) in &mut runs {
+        run.param_at = place(run.elements * *param_width);
+        run.grad_at = place(run.elements * *grad_width);
+    }
+    runs.into_iter().map(|(run, _)| run).collect()
 }
 
 fn landed(part: Part<'_>, tensor: usize) -> Option<&Region> {
     part.landed.get(tensor).and_then(Option::as_ref)
-}
-
-/// A segment's elements of a tensor.
-fn slice(tensor: &Region, segment: &Segment, width: u64) -> Result<Region> {
-    Ok(tensor.slice(segment.tensor_offset * width, segment.elements * width)?)
-}
-
-/// Where a segment's weight (0) or gradient (1) lies in a slot: at f32 spacing, so that every segment starts aligned.
-fn in_slot(slot: &LaneSlot, chunk: &Chunk, segment: &Segment, operand: u64, width: u64) -> Result<Region> {
-    let stride = chunk.elements.next_multiple_of(crate::plan::ALIGN_ELEMENTS) * STATE_BYTES;
-    Ok(slot.region.slice(operand * stride + segment.chunk_offset * STATE_BYTES, segment.elements * width)?)
 }

@@ -5,6 +5,7 @@
 //! for one: where both need the same thing, the wire or the memory, sharing can be slower than either. The best stays.
 //! Where a chunk is updated changes no bit of it: one arithmetic serves both.
 
+use std::ops::Range;
 use std::time::Instant;
 
 use forebay_device::{HostOptions, Stream};
@@ -83,15 +84,24 @@ impl Claims {
         Some((self.order[at].0, self.order[at].1))
     }
 
-    /// The next chunk for the host.
-    pub(crate) fn back(&self) -> Option<(usize, usize)> {
+    /// The next chunks for the host: consecutive ones of one part, as many as fit.
+    pub(crate) fn back(&self, fits: impl Fn(usize, &[usize]) -> bool) -> Option<(usize, Range<usize>)> {
         let mut ends = lock(&self.ends);
-        if ends.back <= ends.back_limit.max(ends.front) {
-            return None;
+        let mut taken: Option<(usize, Range<usize>)> = None;
+        while ends.back > ends.back_limit.max(ends.front) {
+            let (part, chunk, _) = self.order[ends.back - 1];
+            let more = match &taken {
+                None => chunk..chunk + 1,
+                Some((same, range)) if *same == part && chunk + 1 == range.start => chunk..range.end,
+                Some(_) => break,
+            };
+            if taken.is_some() && !fits(part, &more.clone().collect::<Vec<_>>()) {
+                break;
+            }
+            taken = Some((part, more));
+            ends.back -= 1;
         }
-        ends.back -= 1;
-        let (part, chunk, _) = self.order[ends.back];
-        Some((part, chunk))
+        taken
     }
 
     /// No more chunks for either: something failed.
@@ -320,12 +330,18 @@ mod tests {
     #[test]
     fn every_chunk_is_claimed_once_wherever_the_ends_meet() {
         for share in [HostShare::Auto, HostShare::Fixed(0.3), HostShare::Fixed(0.0), HostShare::Fixed(1.0)] {
-            for pattern in [[true; 8], [false; 8], [true, false, true, false, true, true, false, true]] {
+            let patterns = [[true; 8], [false; 8], [true, false, true, false, true, true, false, true]];
+            for (pattern, room) in patterns.into_iter().flat_map(|pattern| [1, 2, 9].map(|room| (pattern, room))) {
                 let claims = Claims::new(order(&[1; 8]), share);
                 let mut seen: Vec<usize> = Vec::new();
                 // In the pattern's order, then whatever is left on either side.
                 for front in pattern.into_iter().chain([true; 8]).chain([false; 8]) {
-                    seen.extend(if front { claims.front() } else { claims.back() }.map(|(_, chunk)| chunk));
+                    if front {
+                        seen.extend(claims.front().map(|(_, chunk)| chunk));
+                    } else if let Some((_, chunks)) = claims.back(|_, chunks| chunks.len() <= room) {
+                        assert!((1..=room).contains(&chunks.len()));
+                        seen.extend(chunks);
+                    }
                 }
                 seen.sort_unstable();
                 assert_eq!(seen, (0..8).collect::<Vec<_>>(), "{share:?}");
@@ -354,8 +370,17 @@ mod tests {
     #[test]
     fn a_closed_list_gives_nothing() {
         let claims = Claims::new(order(&[1; 8]), HostShare::Auto);
-        assert!(claims.front().is_some() && claims.back().is_some());
+        assert!(claims.front().is_some() && claims.back(|_, _| false).is_some());
         claims.close();
-        assert!(claims.front().is_none() && claims.back().is_none());
+        assert!(claims.front().is_none() && claims.back(|_, _| true).is_none());
+    }
+
+    #[test]
+    fn the_host_takes_chunks_of_one_part_in_a_row() {
+        // Chunk 1 of the second part has no gradients, so the others do not follow each other.
+        let chunks = vec![(0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 2, 1), (1, 3, 1)];
+        let claims = Claims::new(chunks, HostShare::Fixed(1.0));
+        let taken: Vec<_> = std::iter::from_fn(|| claims.back(|_, _| true)).collect();
+        assert_eq!(taken, [(1, 2..4), (1, 0..1), (0, 0..2)]);
     }
 }

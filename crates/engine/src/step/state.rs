@@ -99,13 +99,6 @@ impl HostState {
         (0..kinds).map(|i| (i * part_stride(chunk), chunk.elements * STATE_BYTES)).collect()
     }
 
-    /// A segment's state of one kind where it lives.
-    pub(crate) fn in_arena(&self, chunk: &Chunk, segment: &Segment, kind: StateKind) -> Result<Option<Region>> {
-        let start = (chunk.start + segment.chunk_offset) * STATE_BYTES;
-        let arena = self.arena(chunk.bucket, kind)?;
-        arena.map(|arena| Ok(arena.slice(start, segment.elements * STATE_BYTES)?)).transpose()
-    }
-
     /// A segment's state of one kind inside the slot that holds its chunk.
     pub(crate) fn in_slot(
         &self,
