@@ -277,7 +277,7 @@ def print_report(found: dict[str, Any]) -> None:
         wire = found["wire"]["gbps"]
         touch = max(case["touch_gbps"] for case in found["kernel"])
         print(
-            f"end to end, wire {wire:.1f} GB/s each way, medians of {STEPS} steps after {WARMUP}, or {SETTLING} for hybrid"
+            f"end to end, wire {wire:.1f} GB/s each way, medians of {STEPS} steps after {WARMUP} ({SETTLING}: hybrid)"
         )
         lines = []
         for row in found["rows"]:
