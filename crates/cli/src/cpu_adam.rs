@@ -15,10 +15,10 @@ pub(crate) struct CpuAdamArgs {
     params: Option<u64>,
     /// Numbers of threads, separated by commas [default: powers of two, and all cores]
     #[arg(long, value_delimiter = ',')]
-    threads: Vec<usize>,
+    host_threads: Vec<usize>,
     /// portable, avx2 or avx512 [default: the best that this CPU has]
     #[arg(long)]
-    kernel: Option<String>,
+    host_kernel: Option<String>,
     /// Timed repetitions of each figure
     #[arg(long, default_value_t = 7)]
     repetitions: usize,
@@ -31,8 +31,8 @@ impl CpuAdamArgs {
     pub(crate) fn options(&self) -> CpuAdamOptions {
         CpuAdamOptions {
             params: self.params,
-            threads: self.threads.clone(),
-            kernel: self.kernel.clone(),
+            threads: self.host_threads.clone(),
+            kernel: self.host_kernel.clone(),
             repetitions: self.repetitions,
         }
     }

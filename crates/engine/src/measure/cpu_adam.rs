@@ -89,7 +89,7 @@ pub fn bench_cpu_adam(
     let threads = if options.threads.is_empty() { sweep(cores) } else { options.threads.clone() };
     if options.repetitions == 0 {
         return Err(Error::InvalidOption {
-            option: "--repetitions",
+            option: "repetitions",
             value: "0".to_owned(),
             remedy: "give at least 1".to_owned(),
         });
@@ -203,6 +203,6 @@ mod tests {
         assert_eq!(found.rows.iter().map(|row| row.case).collect::<Vec<_>>(), CASES.map(|case| case.name));
         assert!(found.rows.iter().all(|row| row.gparam_per_s > 0.0 && row.touch_gbps > 0.0));
         let none = CpuAdamOptions { repetitions: 0, ..options };
-        assert!(bench_cpu_adam(&device, &none, &mut Silent).unwrap_err().to_string().contains("--repetitions: 0"));
+        assert!(bench_cpu_adam(&device, &none, &mut Silent).unwrap_err().to_string().contains("repetitions: 0"));
     }
 }
