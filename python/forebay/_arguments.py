@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from forebay import _core
 from forebay.errors import OptionError
 
-PLACEMENTS = ("stream", "resident")
-LATER_PLACEMENTS = ("host", "hybrid")
+PLACEMENTS = ("stream", "resident", "host", "hybrid")
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,20 @@ class Options:
     skip_nonfinite: bool
     pinned_budget_bytes: int | None
     device: torch.device | None
+    # The part of the state that the host updates; None to find the part that makes both ends finish together.
+    host_fraction: float | None = 0.0
+    host_threads: int | None = None
+    host_kernel: str | None = None
+
+    @property
+    def streams(self) -> bool:
+        """Whether state goes through the ring on the device."""
+        return self.placement != "resident" and self.host_fraction != 1.0
+
+    @property
+    def updates_on_host(self) -> bool:
+        """Whether the host updates any of it."""
+        return self.host_fraction != 0.0
 
     def keeps_master(self, dtype: torch.dtype) -> bool:
         """Whether parameters of this type have a master."""
@@ -59,10 +73,11 @@ def check_options(
     skip_nonfinite: bool,
     pinned_budget_bytes: int | None,
     device: torch.device | str | None,
+    host_fraction: float | str | None = None,
+    host_threads: int | None = None,
+    host_kernel: str | None = None,
 ) -> Options:
     """Refuse what cannot work, naming the option and the remedy."""
-    if placement in LATER_PLACEMENTS:
-        raise OptionError(f"placement {placement!r} is not available in this version; use one of {PLACEMENTS}")
     if placement not in PLACEMENTS:
         raise OptionError(f"invalid placement: {placement!r}; use one of {PLACEMENTS}")
     # One kernel's worth of the widest state: four kinds and two operands of 64 f32.
@@ -82,6 +97,7 @@ def check_options(
         _whole("pinned_budget_bytes", pinned_budget_bytes, 0)
         if placement == "resident":
             raise OptionError("pinned_budget_bytes contradicts placement 'resident', which pins no state")
+    fraction = _check_host(placement, host_fraction, host_threads, host_kernel)
     try:
         where = None if device is None else torch.device(device)
     except RuntimeError as error:
@@ -99,4 +115,26 @@ def check_options(
         skip_nonfinite=bool(skip_nonfinite),
         pinned_budget_bytes=pinned_budget_bytes,
         device=where,
+        host_fraction=fraction,
+        host_threads=host_threads,
+        host_kernel=host_kernel,
     )
+
+
+def _check_host(placement: str, fraction: object, threads: object, kernel: str | None) -> float | None:
+    """Return the part that the host updates, None to find it."""
+    if fraction is not None and placement != "hybrid":
+        raise OptionError(f"host_fraction={fraction!r} contradicts placement {placement!r}; it belongs to 'hybrid'")
+    if placement in ("stream", "resident"):
+        for name, value in (("host_threads", threads), ("host_kernel", kernel)):
+            if value is not None:
+                raise OptionError(f"{name}={value!r} contradicts placement {placement!r}; use 'host' or 'hybrid'")
+        return 0.0
+    _core.check_host(None if threads is None else _whole("host_threads", threads, 0), kernel)
+    if placement == "host":
+        return 1.0
+    if fraction is None or fraction == "auto":
+        return None
+    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0.0 <= fraction <= 1.0:
+        raise OptionError(f"invalid host_fraction: {fraction!r}; give a number from 0.0 to 1.0, or 'auto'")
+    return float(fraction)

@@ -6,7 +6,7 @@ from _typeshed import Incomplete, SupportsGetItem, SupportsLenAndGetItem
 from os import PathLike
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["CHECKPOINT_BLOCK_BYTES", "Checkpoint", "Engine", "HostCopies", "HostView", "Moved", "Saving", "Slabs", "Snapshot", "_errors_for_test", "_gil_is_released_for_test", "_panic_for_test", "backends", "bench_step", "host_memory", "look", "probe", "version", "write_checkpoint"]
+__all__ = ["CHECKPOINT_BLOCK_BYTES", "Checkpoint", "Engine", "HostCopies", "HostView", "Moved", "Saving", "Slabs", "Snapshot", "_errors_for_test", "_gil_is_released_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "check_host", "host_memory", "look", "probe", "version", "write_checkpoint"]
 
 CHECKPOINT_BLOCK_BYTES: Final[int]
 """
@@ -44,6 +44,10 @@ class Engine:
         """
         Open a device; nothing is pinned or allocated yet.
         """
+    def _fail_on_host_for_test(self, /) -> None:
+        """
+        Make the next update on the host's threads fail, for tests.
+        """
     def add(self, /, names: SupportsGetItem[int, str], elements: SupportsGetItem[int, SupportsIndex], amsgrad: SupportsGetItem[int, bool], master: SupportsGetItem[int, bool], on_host: SupportsGetItem[int, bool], budget_bytes: SupportsIndex | None) -> int:
         """
         Pin zeroed state for a list of tensors and return the number of their store.
@@ -56,13 +60,43 @@ class Engine:
         """
         Wait for every store and let go of the ring; state stays, and `open_ring` makes steps possible again.
         """
+    def finish_landing(self, /, only: tuple[SupportsIndex, SupportsIndex] | None) -> None:
+        """
+        Forget gradients that came down, all or one tensor's, and block until they have: the next step brings them anew.
+        """
+    def host_fractions(self, /) -> tuple[float, float | None]:
+        """
+        The part of the state that the host updated in the last step, and the part on which it has settled.
+        """
+    def host_kernel(self, /) -> str | None:
+        """
+        The vector unit that the host's threads use.
+        """
+    def host_stats(self, /) -> list[int]:
+        """
+        The host's part of the last step: threads, chunks, state_bytes, down_bytes, up_bytes, run_ns, wire_wait_ns,
+        update_wait_ns. Zeros where it has none.
+        """
+    def land(self, /, store: SupportsIndex, tensor: SupportsIndex, addr: SupportsIndex, bytes: SupportsIndex, stream: SupportsIndex) -> None:
+        """
+        Bring a gradient down now. The caller keeps it as it is until the next step has returned, or `finish_landing`.
+        """
+    def open_host(self, /, fraction: SupportsFloat | SupportsIndex | None, threads: SupportsIndex | None, kernel: str | None) -> None:
+        """
+        Let the host update its share: a fraction, or nothing for what makes both ends finish together. Without a ring it
+        updates all.
+        """
+    def open_landing(self, /, store: SupportsIndex, bytes: SupportsGetItem[int, SupportsIndex], budget_bytes: SupportsIndex | None) -> None:
+        """
+        Pin room for the gradients of a store's tensors, so many bytes for each, where there is none yet.
+        """
     def open_ring(self, /, addr: SupportsIndex, owner: Any, stream: SupportsIndex) -> None:
         """
         Make the ring in memory that `owner` keeps alive, or on the device itself where the address is 0.
         """
     def pinned_bytes(self, /) -> int:
         """
-        Pinned bytes of this optimizer's state.
+        Pinned bytes of this optimizer's state, and of the host's ring and gradients where there are any.
         """
     def protect_all(self, /) -> None:
         """
@@ -97,6 +131,11 @@ class Engine:
     def synchronize(self, /) -> None:
         """
         Block until every store has ended.
+        """
+    def touch_state(self, /) -> tuple[int, float]:
+        """
+        Read and write every byte of the state with the host's threads, changing none; returns bytes and seconds. This
+        is the pace that the memory allows.
         """
     def update_resident(self, /, tensors: Incomplete, elements: SupportsGetItem[int, SupportsIndex], state: SupportsGetItem[int, SupportsLenAndGetItem[SupportsIndex]], steps: SupportsGetItem[int, SupportsIndex], groups: SupportsGetItem[int, tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, bool]], stream: SupportsIndex, grad_scale: SupportsIndex) -> None:
         """
@@ -271,9 +310,20 @@ def backends() -> tuple[list[str], list[tuple[str, str]]]:
     The devices that can be opened, and for each backend that cannot be used here its name and the reason.
     """
 
+def bench_placements(device: str, link_gbps: SupportsFloat | SupportsIndex | None, params: SupportsIndex, host_threads: SupportsIndex | None, host_kernel: str | None, slots: SupportsIndex, chunk_bytes: SupportsIndex, rounds: SupportsIndex) -> str:
+    """
+    Run the step at every placement over made-up bf16 parameters, in turns; JSON text. On the CPU backend the link may be
+    given a rate.
+    """
+
 def bench_step(device: str | None, params: SupportsIndex, slots: SupportsIndex, chunk_bytes: SupportsIndex, steps: SupportsIndex) -> str:
     """
     Run the streamed step over synthetic parameters; JSON text.
+    """
+
+def check_host(threads: SupportsIndex | None, kernel: str | None) -> int:
+    """
+    Check a number of host threads and the name of a kernel against this machine; return the number of threads.
     """
 
 def host_memory() -> tuple[int, int]:

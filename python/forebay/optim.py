@@ -10,6 +10,7 @@ import torch
 
 from forebay import _core
 from forebay._arguments import Options, check_numbers, check_options
+from forebay._backward import Landed, last_backward
 from forebay._gather import Flat, Found, Store
 from forebay._loading import KINDS, copy_into, load
 from forebay._state import State
@@ -30,6 +31,7 @@ from forebay.errors import CheckpointError, DeviceError, OptionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from contextlib import AbstractContextManager
 
 MOMENTS = KINDS[:2]
 
@@ -47,7 +49,10 @@ class AdamW(torch.optim.Optimizer):
     params, lr, betas, eps, weight_decay, amsgrad, maximize
         As in ``torch.optim.AdamW``. ``lr`` may be a tensor on the CPU.
     placement
-        ``"stream"`` keeps state on the host; ``"resident"`` keeps it on the parameters' device, with the same bits.
+        Where state lies and who updates it, with the same bits everywhere. ``"stream"`` keeps it on the host and
+        updates it on the GPU; ``"resident"`` keeps it on the parameters' device; ``"host"`` keeps and updates it on the
+        host, so that gradients come down and weights go up; ``"hybrid"`` shares it out between GPU and host, both at
+        work at once.
     chunk_bytes
         Bytes of one slot, all kinds of state together.
     slots
@@ -65,6 +70,13 @@ class AdamW(torch.optim.Optimizer):
         Refuse to pin more than this.
     device
         Where to compute when parameters are on the CPU; by default on the CPU.
+    host_fraction
+        The part of the state, by bytes, that the host updates in placement ``"hybrid"``; ``"auto"``, the default, finds
+        in the first steps the part that makes both ends finish together, and keeps to it.
+    host_threads
+        Threads that update on the host; by default as many as this process has cores.
+    host_kernel
+        ``"portable"``, ``"avx2"`` or ``"avx512"``; by default the best that this CPU has.
     """
 
     alive: ClassVar[weakref.WeakSet[AdamW]] = weakref.WeakSet()
@@ -88,6 +100,9 @@ class AdamW(torch.optim.Optimizer):
         skip_nonfinite: bool = False,
         pinned_budget_bytes: int | None = None,
         device: torch.device | str | None = None,
+        host_fraction: float | str | None = None,
+        host_threads: int | None = None,
+        host_kernel: str | None = None,
     ) -> None:
         options = check_options(
             placement=placement,
@@ -99,6 +114,9 @@ class AdamW(torch.optim.Optimizer):
             skip_nonfinite=skip_nonfinite,
             pinned_budget_bytes=pinned_budget_bytes,
             device=device,
+            host_fraction=host_fraction,
+            host_threads=host_threads,
+            host_kernel=host_kernel,
         )
         defaults = check_numbers(
             lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize
@@ -122,6 +140,7 @@ class AdamW(torch.optim.Optimizer):
         self._step_s = 0.0
         self._grad_norm: torch.Tensor | None = None
         self._flat: Flat | None = None
+        self._landed = Landed()
         # Parameters whose master is still zero: no step has made it from the weight yet.
         self._fresh: dict[int, torch.Tensor] = {}
 
@@ -204,10 +223,15 @@ class AdamW(torch.optim.Optimizer):
             return loss
         scale = self._clip(found.gradients, compute)
         if scale is False:
+            self._landed.forget(engine)
             return loss
         self._create(found.flat, found.parameters)
         run = self._step_resident if self._options.placement == "resident" else self._step_streamed
-        run(engine, compute, found, scale.data_ptr() if isinstance(scale, torch.Tensor) else 0)
+        self._landed.check(engine)
+        try:
+            run(engine, compute, found, scale.data_ptr() if isinstance(scale, torch.Tensor) else 0)
+        finally:
+            self._landed.forget(engine)
         if self._fresh:
             for parameter in found.parameters:
                 self._fresh.pop(id(parameter), None)
@@ -406,9 +430,13 @@ class AdamW(torch.optim.Optimizer):
         engine, compute = self._open()
         inner = [local(parameter) for parameter in new]
         master = [self._options.keeps_master(tensor.dtype) for tensor in inner]
-        on_host = [tensor.device != compute for tensor in inner]
-        if not self._stores:
+        options = self._options
+        # Where nothing goes through the device, a parameter on the host is updated in place.
+        on_host = [tensor.device != compute or (compute.type == "cpu" and not options.streams) for tensor in inner]
+        if not self._stores and options.streams:
             self._open_ring(engine, compute)
+        if not self._stores and options.updates_on_host:
+            engine.open_host(options.host_fraction, options.host_threads, options.host_kernel)
         elements = [tensor.numel() for tensor in inner]
         number = engine.add(names, elements, amsgrad, master, on_host, self._options.pinned_budget_bytes)
         self._stores.append(Store(new))
@@ -442,7 +470,7 @@ class AdamW(torch.optim.Optimizer):
     def _restore_ring(self) -> None:
         if self._engine is None or self._compute is None or self._closed:
             return
-        if self._stores and not self._has_ring:
+        if self._stores and self._options.streams and not self._has_ring:
             self._open_ring(self._engine, self._compute)
 
     def _create_resident(self, new: list[torch.Tensor], names: list[str], amsgrad: list[bool]) -> None:
@@ -553,7 +581,37 @@ class AdamW(torch.optim.Optimizer):
             "chunks": chunks,
             "stalls": stalls,
             "stall_s": stall_ns / 1e9,
+            **self._host_stats(),
         }
+
+    def _host_stats(self) -> dict[str, float | int]:
+        """Return the host's part of the last step; nothing for placements in which it has none."""
+        if not self._options.updates_on_host:
+            return {}
+        numbers = self._engine.host_stats() if self._engine is not None else [0] * 8
+        threads, chunks, state_bytes, down_bytes, up_bytes, run_ns, wire_wait_ns, update_wait_ns = numbers
+        last, settled = self._engine.host_fractions() if self._engine is not None else (0.0, None)
+        return {
+            "host_fraction": last,
+            "host_settled": settled is not None,
+            "host_threads": threads,
+            "host_chunks": chunks,
+            "host_state_bytes": state_bytes,
+            "host_down_bytes": down_bytes,
+            "host_up_bytes": up_bytes,
+            "host_s": run_ns / 1e9,
+            "host_wire_wait_s": wire_wait_ns / 1e9,
+            "host_update_wait_s": update_wait_ns / 1e9,
+        }
+
+    def last_backward(self) -> AbstractContextManager[None]:
+        """Mark the last backward before a step: ``with optimizer.last_backward(): loss.backward()``.
+
+        Gradients then come down to the host as they become final, and the step finds them there. For placements
+        ``"host"`` and ``"hybrid"``, plain modules and FSDP2; refused under DDP, whose gradients are reduced later. The
+        room for them is pinned at the first use: as many bytes as the gradients have.
+        """
+        return last_backward(self)
 
     def distrust(self, reason: str) -> None:
         """Refuse to step until the state has been loaded anew: something has been written into it that is wrong."""
@@ -570,7 +628,9 @@ class AdamW(torch.optim.Optimizer):
     def close(self) -> None:
         """Give ring and pinned memory back. State that is still held stays readable, and keeps its memory."""
         if self._engine is not None and not self._closed:
+            self._landed.forget(self._engine)
             self._engine.close()
+        self._landed.close()
         self._closed = True
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -122,3 +122,36 @@ def test_the_demo_trains_and_compares(tmp_path: Path) -> None:
     assert len((tmp_path / "demo_losses.csv").read_text().splitlines()) == 4
     assert "yes, bit for bit" in done.stdout
     assert str(tmp_path / "demo.json") in done.stdout
+
+
+def test_the_update_on_the_host_against_torchs(tmp_path: Path) -> None:
+    path = tmp_path / "cpu_adam.json"
+    options = ["--quick", "--device", "cpu", "--repetitions", "2", "--commit", "abc", "--json", path]
+    done = run("bench/cpu_adam.py", *options)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert [case["dtype"] for case in found["kernel"]] == ["f32", "bf16"]
+    for case in found["kernel"]:
+        assert len(case["times_s"]["forebay"]) == len(case["times_s"][case["peer"]]) == 2
+        assert case["ratio"] > 0
+        assert case["touch_gbps"] > 0
+    assert found["simulated"]["differing"] == 0
+    assert {row["placement"] for row in found["simulated"]["rows"]} == {"stream", "host", "hybrid"}
+    assert "hybrid" in done.stdout
+
+
+def test_results_of_a_gpu_can_be_printed_again() -> None:
+    stored = json.loads((REPOSITORY / "bench/results/h200_cpu_adam.json").read_text())
+    command = (
+        "import json,sys; sys.path.insert(0, 'bench'); import cpu_adam; cpu_adam.print_report(json.load(sys.stdin))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", command],
+        check=True,
+        capture_output=True,
+        text=True,
+        input=json.dumps(stored),
+        cwd=REPOSITORY,
+    )
+    assert "host, bf16" in done.stdout
+    assert "wire 100 %" in done.stdout

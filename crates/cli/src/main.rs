@@ -4,6 +4,7 @@
 //! not hold, 2 wrong options.
 
 mod checkpoint;
+mod cpu_adam;
 mod options;
 mod output;
 mod progress;
@@ -12,9 +13,10 @@ mod tables;
 use std::process::ExitCode;
 
 use clap::Parser as _;
+use cpu_adam::CpuAdamArgs;
 use forebay::Error;
 use forebay::device::{CpuDevice, CpuOptions, LinkOptions, SharedDevice, open, open_default};
-use forebay::measure::{Model, ProbeOptions, StepBenchOptions, bench_step, check_fit, probe};
+use forebay::measure::{Model, ProbeOptions, StepBenchOptions, bench_cpu_adam, bench_step, check_fit, probe};
 use serde::Serialize;
 
 use options::{Bench, Cli, Command, DeviceChoice, StepArgs};
@@ -31,6 +33,7 @@ fn main() -> ExitCode {
         Ok(Cli { command: Command::Verify { path, json } }) => checkpoint::verify(&path, &json),
         Ok(Cli { command: Command::Convert { from, to } }) => checkpoint::convert(&from, &to),
         Ok(Cli { command: Command::Bench { bench: Bench::Step(args) } }) => run_bench_step(&args),
+        Ok(Cli { command: Command::Bench { bench: Bench::CpuAdam(args) } }) => run_bench_cpu_adam(&args),
         Err(error) => return output::usage(&error),
     };
     outcome.unwrap_or_else(|failure| fail(&failure))
@@ -110,6 +113,17 @@ fn run_bench_step(args: &StepArgs) -> Result<ExitCode, Failure> {
         }
     }
     Ok(if result.is_exact() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+fn run_bench_cpu_adam(args: &CpuAdamArgs) -> Result<ExitCode, Failure> {
+    args.json.path().map_or(Ok(()), check_writable)?;
+    // The memory is the host's, so the device that lends it is the one that is always there.
+    let device = open("cpu")?;
+    let mut bar = Bar::new();
+    let result = bench_cpu_adam(&device, &args.options(), &mut bar)?;
+    drop(bar);
+    report(&args.json, &result, || cpu_adam::table(&result))?;
+    Ok(ExitCode::SUCCESS)
 }
 
 /// Prints the table, the JSON, or the table with the JSON in a file.

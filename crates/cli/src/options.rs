@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Parser, Subcommand};
 use forebay::measure::Model;
 
+use crate::cpu_adam::CpuAdamArgs;
 use crate::output::Json;
 
 /// Keeps a GPU fed with training state that does not fit on it.
@@ -59,6 +60,8 @@ pub(crate) enum Command {
 pub(crate) enum Bench {
     /// Run the streamed AdamW step over synthetic parameters of a model's shapes
     Step(StepArgs),
+    /// Run the AdamW update on the host's threads, next to the pace of the memory
+    CpuAdam(CpuAdamArgs),
 }
 
 #[derive(Debug, Args)]
@@ -109,7 +112,7 @@ fn positive(text: &str) -> Result<f64, String> {
 }
 
 /// A whole number, also as 40e6 or 40M.
-fn count(text: &str) -> Result<u64, String> {
+pub(crate) fn count(text: &str) -> Result<u64, String> {
     scaled(text, &[("k", 1e3), ("m", 1e6), ("g", 1e9), ("b", 1e9)])
 }
 

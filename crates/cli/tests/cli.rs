@@ -405,3 +405,29 @@ fn probe_prints_the_machine_and_the_limits_that_follow() {
     assert!(count(kernel, "params") > 0 && number(kernel, "gparam_per_s") > 0.0, "{kernel}");
     assert!((number(kernel, "gbps") - 28.0 * number(kernel, "gparam_per_s")).abs() < 1e-6, "{kernel}");
 }
+
+#[test]
+fn the_update_on_the_host_is_set_against_the_memory() {
+    let args = "bench cpu-adam --params 200k --host-threads 1 --host-kernel portable --repetitions 1";
+    let found = json(&format!("{args} --json"));
+    assert_eq!((found["kernel"].as_str(), found["params"].as_u64()), (Some("portable"), Some(200_000)));
+    let rows = found["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 3);
+    for row in rows {
+        let number = |key: &str| row[key].as_f64().unwrap();
+        assert_eq!(row["threads"], 1);
+        let gbps = number("gparam_per_s") * number("bytes_per_param");
+        assert!((number("gbps") / gbps - 1.0).abs() < 1e-9, "{row}");
+        assert!((number("percent") - 100.0 * number("gbps") / number("touch_gbps")).abs() < 1e-6, "{row}");
+    }
+    let table = said(args);
+    assert!(table.contains("bf16 in, bf16 out") && table.contains("touch GB/s"), "{table}");
+}
+
+#[test]
+fn the_update_on_the_host_refuses_what_this_machine_has_not() {
+    refused("bench cpu-adam --host-threads 0", 2, &["--host-threads: 0", "hint: this process may use"]);
+    refused("bench cpu-adam --host-threads 100000", 2, &["--host-threads: 100000"]);
+    refused("bench cpu-adam --host-kernel mmx", 2, &["--host-kernel: mmx", "there is no such kernel"]);
+    refused("bench cpu-adam --repetitions 0", 2, &["--repetitions: 0"]);
+}

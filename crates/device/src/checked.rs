@@ -15,6 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::device::{Counters, Device, Entered, Info, Memory, SharedDevice};
 use crate::error::{Error, Result};
+use crate::host::{HostThreads, HostUpdate, HostWork};
 use crate::kernel::Kernel;
 use crate::memory::{Buffer, Region, Slab, SlabLayout};
 use crate::stream::{Event, Stream};
@@ -222,6 +223,27 @@ impl Device for Checked {
     fn launch(&self, stream: &Stream, kernel: &Kernel<'_>) -> Result<()> {
         let what = format!("{} on {}", kernel.name(), stream.name());
         self.run(stream.key(), &what, &kernel.accesses(), || self.inner.launch(stream, kernel))
+    }
+    // Each update is an actor of its own: what it wrote counts as seen by the host only once the host has waited for it.
+    fn update_on_host(&self, threads: &HostThreads, update: HostUpdate) -> Result<HostWork> {
+        let mut clocks = self.clocks();
+        let view = clocks.next(HOST);
+        let accesses: Vec<(Region, bool)> =
+            update.accesses().into_iter().map(|(region, writes)| (region.clone(), writes)).collect();
+        let accesses: Vec<(&Region, bool)> = accesses.iter().map(|(region, writes)| (region, *writes)).collect();
+        clocks.check(&view, "the host's threads", &accesses)?;
+        let work = self.inner.update_on_host(threads, update)?;
+        let view = clocks.next(work.key());
+        clocks.commit(work.key(), view, "the host's threads", &accesses);
+        Ok(work)
+    }
+    fn finish_on_host(&self, work: HostWork) -> Result<()> {
+        let key = work.key();
+        let outcome = self.inner.finish_on_host(work);
+        let mut clocks = self.clocks();
+        let view = clocks.views.remove(&key).unwrap_or_default();
+        merge(clocks.views.entry(HOST).or_default(), &view);
+        outcome
     }
     fn read(&self, from: &Region, into: &mut [u8]) -> Result<()> {
         self.run(HOST, "the host", &[(from, false)], || self.inner.read(from, into))

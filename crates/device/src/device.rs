@@ -5,6 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::error::{Error, Result};
+use crate::host::{HostThreads, HostUpdate, HostWork};
 use crate::kernel::Kernel;
 use crate::memory::{Buffer, DeviceId, Region, Slab, SlabLayout};
 use crate::stream::{Event, Stream};
@@ -92,6 +93,17 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// Readies the calling thread for many calls in a row; until the guard goes, each of them costs less.
     fn enter(&self) -> Result<Entered> {
         Ok(Entered::default())
+    }
+
+    /// Starts an AdamW step over host memory on the host's threads. The caller has waited for the work that uses it, and
+    /// waits for its end with [`finish_on_host`](Self::finish_on_host) before anything else does.
+    fn update_on_host(&self, threads: &HostThreads, update: HostUpdate) -> Result<HostWork> {
+        threads.update(self.info().id, update)
+    }
+
+    /// Blocks until work on the host's threads has ended.
+    fn finish_on_host(&self, work: HostWork) -> Result<()> {
+        work.wait()
     }
 
     /// Reads host memory on the calling thread, now. The caller has waited for the work that writes it.

@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::device::{Counters, Device, Entered, Info, Memory, SharedDevice};
 use crate::error::{Error, Result};
+use crate::host::{HostThreads, HostUpdate, HostWork};
 use crate::kernel::Kernel;
 use crate::memory::{Buffer, Region, Slab, SlabLayout};
 use crate::stream::{Event, Stream};
@@ -29,6 +30,8 @@ pub enum Call {
     Copy,
     /// [`Device::launch`].
     Launch,
+    /// [`Device::update_on_host`]. To break it is to let it fail on a thread.
+    HostUpdate,
 }
 
 /// How a call misbehaves.
@@ -75,6 +78,11 @@ impl Fault {
     /// The `nth` call of this kind from now, counted from 0, misbehaves, once.
     pub fn on(&self, call: Call, nth: u64, how: Misbehaviour) {
         self.rules.lock().unwrap_or_else(PoisonError::into_inner).push(Rule { call, after: nth, how });
+    }
+
+    /// Forgets rules that have not struck.
+    pub fn clear(&self) {
+        self.rules.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 
     fn strike(&self, call: Call) -> Option<Misbehaviour> {
@@ -185,6 +193,20 @@ impl Device for Fault {
     fn launch(&self, stream: &Stream, kernel: &Kernel<'_>) -> Result<()> {
         self.misbehave(Call::Launch, Some(stream))?;
         self.inner.launch(stream, kernel)
+    }
+    fn update_on_host(&self, threads: &HostThreads, update: HostUpdate) -> Result<HostWork> {
+        match self.strike(Call::HostUpdate) {
+            None => {}
+            Some(Misbehaviour::Break) => threads.fail_next_update(),
+            Some(_) => {
+                let reason = format!("injected into {:?}", Call::HostUpdate);
+                return Err(Error::StreamFailed { stream: "the host's threads".to_owned(), reason });
+            }
+        }
+        self.inner.update_on_host(threads, update)
+    }
+    fn finish_on_host(&self, work: HostWork) -> Result<()> {
+        self.inner.finish_on_host(work)
     }
     fn read(&self, from: &Region, into: &mut [u8]) -> Result<()> {
         self.inner.read(from, into)

@@ -132,11 +132,11 @@ impl AdamWSegment {
     }
 
     /// Everything it touches, and whether it is written.
-    fn operands(&self) -> impl Iterator<Item = (&Region, bool)> {
+    pub(crate) fn operands(&self) -> impl Iterator<Item = (&Region, bool)> {
         self.state().map(|region| (region, true)).chain([(&self.param, true), (&self.grad, false)])
     }
 
-    fn check(&self, scalars: usize) -> Result<()> {
+    pub(crate) fn check(&self, scalars: usize) -> Result<()> {
         let refuse = |reason: String| Err(Error::BadOperands { operation: "adamw", reason });
         let elements = self.elements();
         if elements == 0 || elements > u64::from(u32::MAX) {

@@ -41,6 +41,8 @@ mod error;
 pub mod fault;
 #[allow(unsafe_code, reason = "system calls take addresses")]
 pub mod file;
+#[allow(unsafe_code, reason = "host memory is reached by address")]
+pub mod host;
 pub mod kernel;
 mod ledger;
 mod memory;
@@ -58,6 +60,7 @@ pub use device::{Backend, Counters, Device, Entered, Info, Memory, SharedDevice}
 pub use error::{Error, Result};
 #[cfg(feature = "testing")]
 pub use fault::Fault;
+pub use host::{HostOptions, HostThreads, HostUpdate, HostWork, host_cores};
 pub use kernel::{AdamW, AdamWSegment, Dtype, Kernel};
 pub use memory::{ALIGN_BYTES, Buffer, DeviceId, PIECE_BYTES, Place, Region, Slab, SlabLayout};
 pub use pinned::{HostMemory, PinStats};

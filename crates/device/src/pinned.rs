@@ -122,15 +122,17 @@ impl HostMapping {
         let start = Instant::now();
         let page = page_bytes() as usize;
         let (first, len) = (self.addr + offset as usize, len as usize);
-        // Shares are whole huge pages, so that two threads never fault in the same one.
-        let share = len.div_ceil(threads).next_multiple_of(HUGE_PAGE_BYTES as usize);
+        let spread = numa_nodes() > 1;
         std::thread::scope(|scope| {
-            for begin in (0..len).step_by(share) {
-                let range = first + begin..first + (begin + share).min(len);
+            for thread in 0..threads {
+                let mut portions = portions(len, threads, thread, spread).peekable();
+                if portions.peek().is_none() {
+                    break;
+                }
                 scope.spawn(move || {
-                    for addr in range.step_by(page) {
-                        // SAFETY: `addr` lies in this mapping, which outlives the scope; nobody else knows the
-                        // address yet, and a fresh page holds zeros, so writing a zero changes nothing.
+                    for addr in portions.flat_map(|range| (first + range.start..first + range.end).step_by(page)) {
+                        // SAFETY: `addr` lies in this mapping, which outlives the scope; nobody else knows the address
+                        // yet, and a fresh page holds zeros, so writing a zero changes nothing.
                         unsafe { (addr as *mut u8).write_volatile(0) };
                     }
                 });
@@ -147,6 +149,24 @@ impl Drop for HostMapping {
             unmap(self.addr, self.bytes as usize);
         }
     }
+}
+
+/// What one of several threads touches of a range: whole huge pages, so that two threads never fault in the same one.
+///
+/// [Note: first touch] A page lies on the node of the thread that touches it first. With one node each thread takes one
+/// stretch. With several, threads take huge pages in turns, so that every chunk of the state lies on all nodes: a step
+/// works on one chunk at a time with all its threads, and would otherwise use one node's memory after the other's.
+fn portions(len: usize, threads: usize, thread: usize, spread: bool) -> impl Iterator<Item = std::ops::Range<usize>> {
+    let huge = HUGE_PAGE_BYTES as usize;
+    let share = if spread { huge } else { len.div_ceil(threads).next_multiple_of(huge) };
+    (thread * share..len).step_by(share * threads).map(move |begin| begin..(begin + share).min(len))
+}
+
+/// Nodes of memory that this machine has.
+fn numa_nodes() -> usize {
+    let node = |name: &str| name.strip_prefix("node").is_some_and(|number| number.parse::<u32>().is_ok());
+    let found = std::fs::read_dir("/sys/devices/system/node");
+    found.map_or(1, |found| found.flatten().filter(|entry| entry.file_name().to_str().is_some_and(node)).count())
 }
 
 fn unmap(addr: usize, bytes: usize) {
@@ -236,6 +256,21 @@ mod tests {
         // SAFETY: the mapping is alive, this long and written by nobody else.
         let bytes = unsafe { std::slice::from_raw_parts(mapping.addr as *const u8, mapping.bytes as usize) };
         assert!(bytes.iter().all(|&b| b == 0));
+    }
+
+    #[test]
+    fn every_byte_is_touched_by_one_thread_and_with_several_nodes_by_turns() {
+        let huge = HUGE_PAGE_BYTES as usize;
+        for (len, threads) in [(1, 4), (huge, 1), (7 * huge + 5, 3), (64 * huge, 16)] {
+            for spread in [false, true] {
+                let mut all: Vec<_> = (0..threads).flat_map(|thread| portions(len, threads, thread, spread)).collect();
+                all.sort_by_key(|range| range.start);
+                assert_eq!((all[0].start, all[all.len() - 1].end), (0, len));
+                assert!(all.windows(2).all(|pair| pair[0].end == pair[1].start), "{len} {threads} {spread}");
+                let longest = all.iter().map(std::ops::Range::len).max().unwrap();
+                assert!(!spread || longest <= huge, "turns are of one huge page");
+            }
+        }
     }
 
     #[test]

@@ -27,6 +27,8 @@ mod failure;
 mod fault;
 #[path = "contract/fork.rs"]
 mod fork;
+#[path = "contract/host.rs"]
+mod host;
 #[path = "contract/kernels.rs"]
 mod kernels;
 #[path = "contract/memory.rs"]

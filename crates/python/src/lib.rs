@@ -10,6 +10,8 @@
 mod checkpoint;
 mod error;
 mod guard;
+mod host;
+mod landing;
 mod measure;
 mod optimizer;
 mod sleep;
@@ -24,6 +26,8 @@ mod _core {
 
     #[pymodule_export]
     use crate::checkpoint::{Checkpoint, HostCopies, Moved, Saving, Snapshot, write_checkpoint};
+    #[pymodule_export]
+    use crate::host::{bench_placements, check_host};
     #[pymodule_export]
     use crate::measure::{backends, bench_step, host_memory, probe};
     #[pymodule_export]

@@ -5,18 +5,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use forebay::device::arith::{AdamWHyper, AdamWScalars};
 use forebay::device::{
-    AdamW, AdamWSegment, Dtype, Error as DeviceError, Event, Kernel, Place, Region, SharedDevice, SlabLayout, Stream,
-    open,
+    AdamW, AdamWSegment, Dtype, Error as DeviceError, Event, HostOptions, Kernel, Place, Region, SharedDevice,
+    SlabLayout, Stream, open,
 };
 use forebay::pipeline::{Pipeline, RunStats};
 use forebay::plan::{PlanOptions, StateKind, StepPlan, TensorSpec};
 use forebay::pool::Pool;
-use forebay::step::{Binding, HostState, Powers, StepInputs, StreamedAdamW};
+use forebay::step::{Binding, HostShare, HostState, Hybrid, PlacedAdamW, Powers, StepInputs};
 use forebay::{Error, Result};
 use pyo3::prelude::*;
 
 use crate::checkpoint::Snapshot;
 use crate::guard;
+use crate::landing::Landing;
 use crate::torch::{self, HostView, Keeper};
 
 /// One optimizer's device, ring and host state.
@@ -31,15 +32,24 @@ pub(crate) struct Engine {
 #[derive(Default)]
 struct Inner {
     pipeline: Option<Arc<Pipeline>>,
-    stores: Vec<StreamedAdamW>,
-    /// The state of all stores, while there is no ring.
-    parked: Vec<HostState>,
+    stores: Vec<PlacedAdamW>,
+    /// The host's part, for the placements that have one.
+    hybrid: Option<Hybrid>,
+    /// Gradients that come down during backward.
+    landing: Landing,
     powers: Option<Powers>,
     /// The CPU backend has no stream of torch's to borrow.
     own_compute: Option<Stream>,
     /// Marks the end of work on memory of torch's on the host.
     finished: Option<Event>,
     closed: bool,
+}
+
+impl Inner {
+    fn pinned_bytes(&self) -> u64 {
+        let state: u64 = self.stores.iter().map(|store| store.state().slab().bytes()).sum();
+        state + self.hybrid.as_ref().map_or(0, |hybrid| hybrid.lane().pinned_bytes()) + self.landing.pinned_bytes()
+    }
 }
 
 /// What one call updates: a list for each property, all of one length. Types are 0 for f32, 1 for bf16, 2 for f16; a
@@ -182,8 +192,8 @@ impl Engine {
                 Pipeline::in_memory(self.device.clone(), &ring, slots, slot_bytes, &after)?
             };
             let pipeline = Arc::new(pipeline);
-            for state in std::mem::take(&mut inner.parked) {
-                inner.stores.push(StreamedAdamW::from_parts(state, pipeline.clone()));
+            for store in &mut inner.stores {
+                *store = PlacedAdamW::new(store.state().clone(), Some(pipeline.clone()));
             }
             inner.pipeline = Some(pipeline);
             Ok(())
@@ -195,8 +205,29 @@ impl Engine {
         guard::run(py, || {
             let mut inner = self.open_inner()?;
             inner.pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain())?;
-            inner.parked = std::mem::take(&mut inner.stores).into_iter().map(StreamedAdamW::into_state).collect();
+            for store in &mut inner.stores {
+                *store = PlacedAdamW::new(store.state().clone(), None);
+            }
             inner.pipeline = None;
+            Ok(())
+        })
+    }
+
+    /// Let the host update its share: a fraction, or nothing for what makes both ends finish together. Without a ring it
+    /// updates all.
+    #[pyo3(signature = (fraction, threads, kernel))]
+    fn open_host(
+        &self,
+        py: Python<'_>,
+        fraction: Option<f64>,
+        threads: Option<usize>,
+        kernel: Option<String>,
+    ) -> PyResult<()> {
+        guard::run(py, || {
+            let mut inner = self.open_inner()?;
+            let PlanOptions { slots, slot_bytes, .. } = self.options;
+            let share = fraction.map_or(HostShare::Auto, HostShare::Fixed);
+            inner.hybrid = Some(Hybrid::new(&self.pool, share, &HostOptions { threads, kernel }, slots, slot_bytes)?);
             Ok(())
         })
     }
@@ -218,7 +249,7 @@ impl Engine {
             let plan = self.plan(names, &elements, &amsgrad, &master, &on_host)?;
             let bytes = SlabLayout::new(&HostState::part_bytes(&plan))?.bytes();
             if let Some(budget_bytes) = budget_bytes {
-                let taken: u64 = inner.stores.iter().map(|store| store.state().slab().bytes()).sum();
+                let taken = inner.pinned_bytes();
                 if taken + bytes > budget_bytes {
                     return Err(Error::Device(DeviceError::OutOfPinnedBudget {
                         requested_bytes: bytes,
@@ -227,10 +258,13 @@ impl Engine {
                     }));
                 }
             }
-            let pipeline = inner.pipeline.clone().ok_or(Error::Device(DeviceError::ZeroSize { what: "the ring" }))?;
+            let pipeline = inner.pipeline.clone();
+            if pipeline.is_none() && inner.hybrid.is_none() {
+                return Err(Error::Device(DeviceError::ZeroSize { what: "the ring" }));
+            }
             made_once(&mut inner.powers, || Powers::new(&self.pool))?;
             let state = HostState::new(&self.pool, Arc::new(plan))?;
-            inner.stores.push(StreamedAdamW::from_parts(state, pipeline));
+            inner.stores.push(PlacedAdamW::new(state, pipeline));
             Ok(inner.stores.len() - 1)
         })
     }
@@ -265,8 +299,10 @@ impl Engine {
             let mut guarded = self.open_inner()?;
             let compute = self.compute(&mut guarded, stream)?;
             let keeper: Keeper = Arc::new(());
-            let Inner { pipeline, stores, powers, finished, .. } = &mut *guarded;
-            let (Some(pipeline), Some(powers)) = (pipeline, powers) else { return Ok(()) };
+            let Inner { pipeline, stores, powers, finished, hybrid, landing, .. } = &mut *guarded;
+            let Some(powers) = powers else { return Ok(()) };
+            // Whatever happens, no later step may take them for its own.
+            let landed = landing.take();
             let mut sets = Sets::default();
             let mut bound = Vec::with_capacity(stores.len());
             let mut counters = Vec::with_capacity(stores.len());
@@ -286,13 +322,17 @@ impl Engine {
             for (store, bindings) in stores.iter().zip(&bound) {
                 store.check(bindings, &inputs)?;
             }
-            pipeline.begin()?;
-            let outcome =
-                stores.iter().zip(&bound).try_for_each(|(store, bindings)| store.run(bindings, &inputs, &compute));
+            pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.begin())?;
+            let outcome = match hybrid {
+                Some(hybrid) => hybrid.run(stores, &bound, &landed, &inputs, &compute),
+                None => stores.iter().zip(&bound).try_for_each(|(store, bindings)| {
+                    store.streamed().map_or(Ok(()), |streamed| streamed.run(bindings, &inputs, &compute))
+                }),
+            };
             let on_host = stores.iter().any(|store| store.plan().buckets().iter().any(|bucket| bucket.on_host));
             // Also after a failure: torch may free the memory as soon as this returns.
             let ended = if self.is_cpu() || on_host {
-                let drained = pipeline.drain();
+                let drained = pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain());
                 drained.and(self.finish(finished, &compute))
             } else {
                 Ok(())
@@ -403,11 +443,97 @@ impl Engine {
         })
     }
 
-    /// Pinned bytes of this optimizer's state.
+    /// Pinned bytes of this optimizer's state, and of the host's ring and gradients where there are any.
     fn pinned_bytes(&self) -> u64 {
+        self.lock().pinned_bytes()
+    }
+
+    /// The host's part of the last step: threads, chunks, state_bytes, down_bytes, up_bytes, run_ns, wire_wait_ns,
+    /// update_wait_ns. Zeros where it has none.
+    fn host_stats(&self) -> Vec<u64> {
         let inner = self.lock();
-        let states = inner.stores.iter().map(StreamedAdamW::state).chain(&inner.parked);
-        states.map(|state| state.slab().bytes()).sum()
+        let Some(lane) = inner.hybrid.as_ref().map(Hybrid::lane) else { return vec![0; 8] };
+        let stats = lane.stats();
+        vec![
+            lane.threads().threads() as u64,
+            stats.chunks,
+            stats.state_bytes,
+            stats.down_bytes,
+            stats.up_bytes,
+            stats.run_ns,
+            stats.wire_wait_ns,
+            stats.update_wait_ns,
+        ]
+    }
+
+    /// The part of the state that the host updated in the last step, and the part on which it has settled.
+    fn host_fractions(&self) -> (f64, Option<f64>) {
+        let inner = self.lock();
+        inner.hybrid.as_ref().map_or((0.0, Some(0.0)), |hybrid| (hybrid.last_fraction(), hybrid.settled_fraction()))
+    }
+
+    /// The vector unit that the host's threads use.
+    fn host_kernel(&self) -> Option<String> {
+        self.lock().hybrid.as_ref().map(|hybrid| hybrid.lane().threads().kernel().to_owned())
+    }
+
+    /// Pin room for the gradients of a store's tensors, so many bytes for each, where there is none yet.
+    fn open_landing(&self, py: Python<'_>, store: usize, bytes: Vec<u64>, budget_bytes: Option<u64>) -> PyResult<()> {
+        guard::run(py, || {
+            let mut inner = self.open_inner()?;
+            let taken = inner.pinned_bytes();
+            inner.landing.open(&self.pool, store, &bytes, taken, budget_bytes)
+        })
+    }
+
+    /// Bring a gradient down now. The caller keeps it as it is until the next step has returned, or `finish_landing`.
+    fn land(&self, py: Python<'_>, store: usize, tensor: usize, addr: u64, bytes: u64, stream: u64) -> PyResult<()> {
+        guard::run(py, || {
+            let mut inner = self.open_inner()?;
+            let after = self.compute(&mut inner, stream)?;
+            let Inner { hybrid, landing, .. } = &mut *inner;
+            let Some(hybrid) = hybrid else { return Ok(()) };
+            let keeper: Keeper = Arc::new(());
+            let grad = torch::region(&self.device, addr, bytes, Place::Device, &keeper)?;
+            landing.land(hybrid.lane(), &grad, store, tensor, &after)
+        })
+    }
+
+    /// Forget gradients that came down, all or one tensor's, and block until they have: the next step brings them anew.
+    fn finish_landing(&self, py: Python<'_>, only: Option<(usize, usize)>) -> PyResult<()> {
+        guard::run(py, || {
+            let mut inner = self.lock();
+            let Inner { hybrid, landing, .. } = &mut *inner;
+            match only {
+                Some((store, tensor)) => landing.forget(store, tensor),
+                None => drop(landing.take()),
+            }
+            hybrid.as_ref().map_or(Ok(()), |hybrid| hybrid.lane().finish_landing())
+        })
+    }
+
+    /// Read and write every byte of the state with the host's threads, changing none; returns bytes and seconds. This
+    /// is the pace that the memory allows.
+    fn touch_state(&self, py: Python<'_>) -> PyResult<(u64, f64)> {
+        guard::run(py, || {
+            let inner = self.open_inner()?;
+            let Some(hybrid) = &inner.hybrid else { return Ok((0, 0.0)) };
+            let start = std::time::Instant::now();
+            let mut bytes = 0;
+            for store in &inner.stores {
+                let region = store.state().slab().buffer().all();
+                bytes += region.bytes();
+                hybrid.lane().threads().touch(&region)?.wait()?;
+            }
+            Ok((bytes, start.elapsed().as_secs_f64()))
+        })
+    }
+
+    /// Make the next update on the host's threads fail, for tests.
+    fn _fail_on_host_for_test(&self) {
+        if let Some(hybrid) = &self.lock().hybrid {
+            hybrid.lane().threads().fail_next_update();
+        }
     }
 
     /// Allocations, slabs, streams and events made on the device so far; constant from the second step on.
@@ -420,6 +546,8 @@ impl Engine {
         guard::run(py, || {
             let mut inner = self.lock();
             let drained = inner.pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain());
+            let landed = inner.hybrid.as_ref().map_or(Ok(()), |hybrid| hybrid.lane().drain());
+            let drained = drained.and(landed);
             *inner = Inner { closed: true, ..Inner::default() };
             drained
         })
@@ -451,7 +579,7 @@ impl Engine {
     /// The tensors of one store with their memory, and their counters advanced where there is a gradient.
     fn bind(
         &self,
-        store: &StreamedAdamW,
+        store: &PlacedAdamW,
         tensors: &Tensors,
         steps: &mut [f32],
         mut set: impl FnMut(u32, u64) -> Result<u32>,

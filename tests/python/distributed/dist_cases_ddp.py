@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from dist_models import (
     STEPS,
@@ -17,6 +18,8 @@ from dist_models import (
 )
 from dist_registry import case
 from torch.nn.parallel import DistributedDataParallel
+
+import forebay
 
 
 @case(2)
@@ -54,3 +57,19 @@ def clips_the_averaged_gradients() -> None:
         torch.testing.assert_close(optimizer.grad_norm, norm, rtol=1e-5, atol=0)
     assert_close(parameters_of(ours), parameters_of(theirs))
     assert_same_on_all_ranks(ours.parameters())
+
+
+@case(2)
+def gradients_during_backward_are_refused() -> None:
+    net = make()
+    optimizer = adamw(net, "host")
+    wrapped = DistributedDataParallel(net)
+    with pytest.raises(forebay.OptionError, match="DistributedDataParallel"), optimizer.last_backward():
+        backward(wrapped, 0)
+    # A model beside it, of which the other knows nothing, is nobody's business.
+    other = make()
+    with adamw(other, "host").last_backward():
+        backward(other, 0)
+    backward(wrapped, 0)
+    optimizer.step()
+    assert_same_on_all_ranks(net.parameters())

@@ -284,3 +284,50 @@ def versions_of_sharded_parameters_are_bumped() -> None:
             for name, value in model.named_parameters():
                 assert value._version > before[name][0], (type(update), name)
             update.zero_grad()
+
+
+@case(2, 3)
+def every_placement_comes_to_the_same_bits() -> None:
+    nets = [shard(make()) for _ in range(3)]
+    optimizers = [
+        adamw(nets[0], max_grad_norm=0.05),
+        adamw(nets[1], "host", max_grad_norm=0.05),
+        adamw(nets[2], "hybrid", host_fraction=0.5, max_grad_norm=0.05),
+    ]
+    for step in range(STEPS):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            backward(net, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    for net, optimizer in zip(nets[1:], optimizers[1:], strict=True):
+        assert_same_bits(parameters_of(nets[0]), parameters_of(net))
+        assert_same_bits(state_of(nets[0], optimizers[0]), state_of(net, optimizer))
+
+
+@case(2)
+def gradients_come_down_during_the_last_backward() -> None:
+    plain, marked = shard(make()), shard(make())
+    reference = adamw(plain, max_grad_norm=0.05)
+    optimizer = adamw(marked, "hybrid", host_fraction=0.9, max_grad_norm=0.05)
+    for step in range(STEPS):
+        for part in range(2):
+            last = part == 1
+            for net in (plain, marked):
+                net.set_requires_gradient_sync(last)
+            backward(plain, 10 * step + part)
+            if last:
+                with optimizer.last_backward():
+                    backward(marked, 10 * step + part)
+                # FSDP2 calls the hooks with reduced gradients of its own shards.
+                landed = {id(parameter) for parameter, _, _ in optimizer._landed.gradients.values()}
+                assert landed == {id(p) for p in marked.parameters() if inner(p).numel()}
+            else:
+                backward(marked, 10 * step + part)
+        for update in (reference, optimizer):
+            update.step()
+            update.zero_grad()
+        stats = optimizer.stats()
+        # f32 weights alone: their gradients were there already, and none was fetched again.
+        assert stats["host_down_bytes"] == stats["host_up_bytes"] > 0
+    assert_same_bits(parameters_of(plain), parameters_of(marked))
+    assert_same_bits(state_of(plain, reference), state_of(marked, optimizer))

@@ -18,7 +18,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device("cuda", 0) if request.param == "cuda" else torch.device("cpu")
 
 
-@pytest.fixture(params=["stream", "resident"])
+@pytest.fixture(params=["stream", "resident", "host", "hybrid"])
 def placement(request: pytest.FixtureRequest) -> str:
     """Where the state is."""
     return str(request.param)

@@ -3,6 +3,7 @@
 //! Device memory is host memory with a capacity; streams are threads; copies can be held to the pace of a simulated
 //! link. What it computes defines what the GPU must compute.
 
+pub(crate) mod adamw;
 mod kernels;
 mod link;
 pub(crate) mod worker;
@@ -20,7 +21,7 @@ use crate::ledger::{Entry, Ledger};
 use crate::memory::{ALIGN_BYTES, Buffer, DeviceId, Place, Region, Slab, SlabLayout};
 use crate::pinned::{HostMapping, HostMemory, PinStats};
 use crate::stream::{Event, EventKind, Stream, StreamKind};
-use kernels::Unit;
+use adamw::Unit;
 use link::{Link, Way};
 use worker::{CpuEvent, CpuStream, Work};
 
@@ -57,7 +58,7 @@ impl CpuDevice {
         if let Some(link) = &options.link {
             link.check()?;
         }
-        let unit = Unit::available().pop().unwrap_or(Unit::Portable);
+        let unit = Unit::best();
         let info = Info {
             id: DeviceId::fresh(),
             name: "cpu".to_owned(),

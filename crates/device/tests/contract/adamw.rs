@@ -1,7 +1,7 @@
 //! The AdamW update: the bits of the written arithmetic, for every type, option, length and packing.
 
 use forebay_device::arith::{AdamWElement, AdamWHyper, AdamWScalars, adamw_element, uniform_element};
-use forebay_device::{Dtype, Region};
+use forebay_device::{Dtype, HostOptions, HostThreads, Region};
 
 use crate::bench::{Subject, random};
 use crate::segments::{DTYPES, Problem, Shape, Values};
@@ -58,9 +58,13 @@ fn sets(count: usize) -> Vec<AdamWScalars> {
 
 fn compare(on: &Subject, mut problem: Problem, what: &str) {
     let device = problem.upload(on);
+    let host = problem.upload(on);
     problem.launch(on, &device, None, None);
+    let threads = HostThreads::new(&HostOptions::default()).unwrap();
+    problem.update_on_host(on, &host, &threads, 1.0);
     problem.step(1.0);
     problem.expect(on, &device, what);
+    problem.expect(on, &host, &format!("{what}, on the host"));
 }
 
 fn f32_on(on: &Subject, value: f32) -> Region {
@@ -178,10 +182,8 @@ fn a_master_gives_way_to_a_weight_that_was_replaced(on: &Subject) {
             }
         };
         let mut problem = Problem::new(&[four_sets()[0]], &shapes, replaced);
-        let device = problem.upload(on);
-        problem.launch(on, &device, None, None);
+        compare(on, problem.clone(), &format!("{param:?}"));
         problem.step(1.0);
-        problem.expect(on, &device, &format!("{param:?}"));
         for i in 0..1000 {
             assert_eq!(problem.param(0, i).to_bits(), problem.param(1, i).to_bits(), "a stale master counted");
         }
@@ -194,8 +196,11 @@ fn gradients_are_scaled_on_the_device(on: &Subject) {
         let mut problem = Problem::new(&four_sets(), &shapes, plausible);
         let device = problem.upload(on);
         problem.launch(on, &device, Some(f32_on(on, scale)), Some(f32_on(on, 0.0)));
+        let (host, threads) = (problem.upload(on), HostThreads::new(&HostOptions::default()).unwrap());
+        problem.update_on_host(on, &host, &threads, scale);
         problem.step(scale);
         problem.expect(on, &device, &format!("scale {scale}"));
+        problem.expect(on, &host, &format!("scale {scale}, on the host"));
     }
 }
 

@@ -57,6 +57,7 @@ impl Stage {
             Call::Synchronize => on.synchronize(&self.recorded),
             Call::Copy => on.copy(&self.stream, &self.source, &self.sink),
             Call::Launch => on.fill(&self.stream, &self.sink, 3),
+            Call::HostUpdate => unreachable!("see host.rs"),
         }
     }
 }

@@ -2,7 +2,7 @@
 //! the results that the written arithmetic gives, computed one element at a time.
 
 use forebay_device::arith::{AdamWElement, AdamWScalars, adamw_element};
-use forebay_device::{AdamW, AdamWSegment, Buffer, Dtype, Kernel, Region};
+use forebay_device::{AdamW, AdamWSegment, Buffer, Dtype, HostThreads, HostUpdate, Kernel, Region};
 use half::{bf16, f16};
 
 use crate::bench::Subject;
@@ -154,11 +154,11 @@ impl Problem {
         OnDevice { buffers: self.images.each_ref().map(|image| on.upload(image)) }
     }
 
-    fn regions(&self, device: &OnDevice) -> Vec<AdamWSegment> {
+    fn regions(&self, memory: &[Region; 6]) -> Vec<AdamWSegment> {
         let segment = |(shape, starts): &(Shape, [usize; 6])| {
             let region = |operand: usize| -> Region {
                 let bytes = shape.elements as u64 * shape.dtype(operand).bytes();
-                device.buffers[operand].region(starts[operand] as u64, bytes).unwrap()
+                memory[operand].slice(starts[operand] as u64, bytes).unwrap()
             };
             AdamWSegment {
                 param: region(PARAM),
@@ -177,10 +177,26 @@ impl Problem {
 
     /// One launch over all segments, brought to its end.
     pub(crate) fn launch(&self, on: &Subject, device: &OnDevice, grad_scale: Option<Region>, skip: Option<Region>) {
-        let (stream, segments) = (on.stream("update").unwrap(), self.regions(device));
+        let (stream, segments) = (on.stream("update").unwrap(), self.regions(&device.regions()));
         let step = AdamW { segments: &segments, scalars: &self.scalars, grad_scale, skip };
         on.launch(&stream, &Kernel::AdamW(step)).unwrap();
         on.finish(&stream).unwrap();
+    }
+
+    /// The same on the host's threads: over copies of what is on the device, which go back there.
+    pub(crate) fn update_on_host(&self, on: &Subject, device: &OnDevice, threads: &HostThreads, grad_scale: f32) {
+        let homes = device.regions().map(|region| {
+            let home = on.pinned(region.bytes());
+            on.write(&on.download(&region), &home).unwrap();
+            home
+        });
+        let (segments, scalars) = (self.regions(&homes), self.scalars.as_slice().into());
+        let update = HostUpdate { segments, scalars, grad_scale, follow_weights: true };
+        let work = on.update_on_host(threads, update).unwrap();
+        on.finish_on_host(work).unwrap();
+        for (home, region) in homes.iter().zip(device.regions()) {
+            on.put(&on.host_bytes(home), &region);
+        }
     }
 
     /// Every element is what this problem says, and so is every byte between them.
@@ -215,4 +231,10 @@ impl Problem {
 /// The images on a device.
 pub(crate) struct OnDevice {
     buffers: [Buffer; 6],
+}
+
+impl OnDevice {
+    fn regions(&self) -> [Region; 6] {
+        self.buffers.each_ref().map(Buffer::all)
+    }
 }

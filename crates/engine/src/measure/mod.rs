@@ -1,13 +1,17 @@
 //! What the machine can do, and how much of it the streamed step uses. Results are data; printing is for others.
 
+mod cpu_adam;
 mod exactness;
 mod models;
+mod placements;
 mod probe;
 mod step;
 mod wire;
 
+pub use cpu_adam::{CpuAdamBench, CpuAdamOptions, CpuAdamRow, bench_cpu_adam};
 pub use exactness::Exactness;
 pub use models::{Model, TensorShape};
+pub use placements::{PlacementRow, Placements, PlacementsOptions, bench_placements};
 pub use probe::{CopyRate, HostRates, KernelRate, Limits, PinRate, Probe, ProbeOptions, probe};
 pub use step::{StepBench, StepBenchOptions, bench_step, check_fit};
 

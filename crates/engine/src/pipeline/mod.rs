@@ -16,7 +16,7 @@
 //! whatever was accepted of its work. Nothing is allocated after [`Pipeline::new`].
 
 mod in_flight;
-mod ring;
+pub(crate) mod ring;
 
 use std::sync::Arc;
 

@@ -1,5 +1,9 @@
-//! The streamed AdamW step: state on the host, updated chunk by chunk through the ring.
+//! The AdamW step: state on the host, updated chunk by chunk, on the device through the ring, on the host in place, or
+//! on both at once.
 
+mod host;
+mod hybrid;
+mod placed;
 mod powers;
 mod state;
 
@@ -8,6 +12,9 @@ use std::sync::Arc;
 use forebay_device::arith::AdamWScalars;
 use forebay_device::{AdamW, AdamWSegment, Dtype, Kernel, Region, SharedDevice, Stream};
 
+pub use host::{HostLane, HostStats};
+pub use hybrid::{HostShare, Hybrid};
+pub use placed::PlacedAdamW;
 pub use powers::Powers;
 pub use state::HostState;
 
@@ -99,11 +106,6 @@ impl StreamedAdamW {
         &self.state
     }
 
-    /// The state alone, for a ring that is made again later.
-    pub fn into_state(self) -> HostState {
-        self.state
-    }
-
     /// The pipeline, for its statistics, its trace and its slots.
     pub fn pipeline(&self) -> &Pipeline {
         &self.pipeline
@@ -120,25 +122,29 @@ impl StreamedAdamW {
     /// The inner loop of [`Self::step`], for several states in one run: check them all, begin, run each.
     pub fn run(&self, tensors: &[Binding], inputs: &StepInputs<'_>, compute: &Stream) -> Result<()> {
         let _entered = self.pipeline.device().enter()?;
-        for (index, chunk) in self.plan.chunks().iter().enumerate() {
-            let segments = self.plan.segments(chunk);
-            let payload_bytes = self.payload_bytes(chunk, segments, tensors);
-            if payload_bytes == 0 {
-                continue;
-            }
-            let Route { fetch, store } = self.route(chunk, segments, tensors)?;
-            let slot = self.pipeline.acquire()?;
-            let slot = self.pipeline.fetch(slot, &fetch.host, &fetch.slot)?;
-            let slot = self.pipeline.update(slot, compute, |device, memory| {
-                let segments = self.bind(chunk, segments, tensors, memory)?;
-                let (grad_scale, skip) = (inputs.grad_scale.clone(), inputs.skip.clone());
-                let step = AdamW { segments: &segments, scalars: inputs.scalars, grad_scale, skip };
-                Ok(device.launch(compute, &Kernel::AdamW(step))?)
-            })?;
-            self.state.protect(&store.host)?;
-            let slot = self.pipeline.store(slot, &store.slot, &store.host, index, payload_bytes)?;
-            self.pipeline.release(slot);
+        (0..self.plan.chunks().len()).try_for_each(|index| self.run_chunk(index, tensors, inputs, compute))
+    }
+
+    /// One chunk of [`Self::run`].
+    fn run_chunk(&self, index: usize, tensors: &[Binding], inputs: &StepInputs<'_>, compute: &Stream) -> Result<()> {
+        let chunk = &self.plan.chunks()[index];
+        let segments = self.plan.segments(chunk);
+        let payload_bytes = payload_bytes(&self.plan, chunk, tensors);
+        if payload_bytes == 0 {
+            return Ok(());
         }
+        let Route { fetch, store } = self.route(chunk, segments, tensors)?;
+        let slot = self.pipeline.acquire()?;
+        let slot = self.pipeline.fetch(slot, &fetch.host, &fetch.slot)?;
+        let slot = self.pipeline.update(slot, compute, |device, memory| {
+            let segments = self.bind(chunk, segments, tensors, memory)?;
+            let (grad_scale, skip) = (inputs.grad_scale.clone(), inputs.skip.clone());
+            let step = AdamW { segments: &segments, scalars: inputs.scalars, grad_scale, skip };
+            Ok(device.launch(compute, &Kernel::AdamW(step))?)
+        })?;
+        self.state.protect(&store.host)?;
+        let slot = self.pipeline.store(slot, &store.slot, &store.host, index, payload_bytes)?;
+        self.pipeline.release(slot);
         Ok(())
     }
 
@@ -165,46 +171,7 @@ impl StreamedAdamW {
 
     /// Refuses tensors that are not the planned ones, before anything is touched.
     pub fn check(&self, tensors: &[Binding], inputs: &StepInputs<'_>) -> Result<()> {
-        let planned = self.plan.tensors();
-        if tensors.len() != planned.len() {
-            return Err(Error::PlanMismatch {
-                tensor: format!("a list of {} tensors", tensors.len()),
-                reason: format!("{} were planned", planned.len()),
-            });
-        }
-        for (binding, spec) in tensors.iter().zip(planned) {
-            let mismatch = |reason: String| Err(Error::PlanMismatch { tensor: spec.name.clone(), reason });
-            if binding.grad.is_some() && binding.scalars as usize >= inputs.scalars.len() {
-                return mismatch(format!("scalar set {} of {}", binding.scalars, inputs.scalars.len()));
-            }
-            let on_host = |region: &Region| region.place().is_host();
-            if on_host(&binding.param) != spec.on_host
-                || binding.grad.as_ref().is_some_and(|(grad, _)| on_host(grad) != spec.on_host)
-            {
-                let planned = if spec.on_host { "the host" } else { "the device" };
-                return mismatch(format!("it was planned with parameter and gradient on {planned}"));
-            }
-            let param = binding.param.bytes() / binding.param_dtype.bytes();
-            if param != spec.elements {
-                return mismatch(format!("{param} elements where {} were planned", spec.elements));
-            }
-            if let Some((grad, dtype)) = &binding.grad
-                && grad.bytes() / dtype.bytes() != spec.elements
-            {
-                return mismatch(format!(
-                    "a gradient of {} elements for {}",
-                    grad.bytes() / dtype.bytes(),
-                    spec.elements
-                ));
-            }
-        }
-        Ok(())
-    }
-
-    /// Bytes of state in a chunk that belong to tensors with a gradient.
-    fn payload_bytes(&self, chunk: &Chunk, segments: &[Segment], tensors: &[Binding]) -> u64 {
-        let width = self.plan.buckets()[chunk.bucket].kinds.len() as u64 * crate::plan::STATE_BYTES;
-        segments.iter().filter(|s| tensors[s.tensor].grad.is_some()).map(|s| s.elements * width).sum()
+        check(&self.plan, tensors, inputs)
     }
 
     /// What a chunk moves: its state both ways, and for tensors on the host the gradient in and the parameter in and
@@ -275,4 +242,44 @@ impl StreamedAdamW {
         }
         Ok(bound)
     }
+}
+
+/// Refuses tensors that are not the planned ones, before anything is touched.
+fn check(plan: &StepPlan, tensors: &[Binding], inputs: &StepInputs<'_>) -> Result<()> {
+    let planned = plan.tensors();
+    if tensors.len() != planned.len() {
+        return Err(Error::PlanMismatch {
+            tensor: format!("a list of {} tensors", tensors.len()),
+            reason: format!("{} were planned", planned.len()),
+        });
+    }
+    for (binding, spec) in tensors.iter().zip(planned) {
+        let mismatch = |reason: String| Err(Error::PlanMismatch { tensor: spec.name.clone(), reason });
+        if binding.grad.is_some() && binding.scalars as usize >= inputs.scalars.len() {
+            return mismatch(format!("scalar set {} of {}", binding.scalars, inputs.scalars.len()));
+        }
+        let on_host = |region: &Region| region.place().is_host();
+        if on_host(&binding.param) != spec.on_host
+            || binding.grad.as_ref().is_some_and(|(grad, _)| on_host(grad) != spec.on_host)
+        {
+            let planned = if spec.on_host { "the host" } else { "the device" };
+            return mismatch(format!("it was planned with parameter and gradient on {planned}"));
+        }
+        let param = binding.param.bytes() / binding.param_dtype.bytes();
+        if param != spec.elements {
+            return mismatch(format!("{param} elements where {} were planned", spec.elements));
+        }
+        if let Some((grad, dtype)) = &binding.grad
+            && grad.bytes() / dtype.bytes() != spec.elements
+        {
+            return mismatch(format!("a gradient of {} elements for {}", grad.bytes() / dtype.bytes(), spec.elements));
+        }
+    }
+    Ok(())
+}
+
+/// Bytes of state in a chunk that belong to tensors with a gradient.
+fn payload_bytes(plan: &StepPlan, chunk: &Chunk, tensors: &[Binding]) -> u64 {
+    let width = plan.buckets()[chunk.bucket].kinds.len() as u64 * crate::plan::STATE_BYTES;
+    plan.segments(chunk).iter().filter(|s| tensors[s.tensor].grad.is_some()).map(|s| s.elements * width).sum()
 }

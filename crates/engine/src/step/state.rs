@@ -13,13 +13,13 @@ use crate::pool::{Lease, Pool};
 const MOMENTS: [StateKind; 2] = [StateKind::ExpAvg, StateKind::ExpAvgSq];
 
 /// The state of all tensors of a plan.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct HostState {
     device: SharedDevice,
     plan: Arc<StepPlan>,
     slab: Lease<Slab>,
     /// A save under way that still needs the state as it was.
-    snapshot: Mutex<Option<Arc<Snapshot>>>,
+    snapshot: Arc<Mutex<Option<Arc<Snapshot>>>>,
 }
 
 impl HostState {
@@ -39,7 +39,7 @@ impl HostState {
             }
         }
         let slab = pool.slab("optimizer state", &Self::part_bytes(&plan))?;
-        Ok(Self { device: pool.device().clone(), plan, slab, snapshot: Mutex::new(None) })
+        Ok(Self { device: pool.device().clone(), plan, slab, snapshot: Arc::default() })
     }
 
     /// The plan that says what lies where.

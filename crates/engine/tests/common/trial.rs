@@ -1,15 +1,16 @@
-//! The same optimizer run three ways: streamed through the ring, resident on the device in whole tensors, and element
-//! by element on the host.
+//! The same optimizer run three ways: streamed through the ring or updated on the host, resident on the device in whole
+//! tensors, and element by element in the test itself.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use forebay::device::HostOptions;
 use forebay::device::arith::{AdamWElement, AdamWHyper, AdamWScalars, adamw_element, uniform_element};
 use forebay::device::{AdamW, AdamWSegment, Dtype, Kernel, Region, Stream};
-use forebay::pipeline::RunStats;
+use forebay::pipeline::{Pipeline, RunStats};
 use forebay::plan::{PlanOptions, StateKind, StepPlan, TensorSpec};
 use forebay::pool::Pool;
-use forebay::step::{Binding, StepInputs, StreamedAdamW};
+use forebay::step::{Binding, HostShare, HostState, Hybrid, PlacedAdamW, StepInputs, StreamedAdamW};
 
 use super::Subject;
 
@@ -141,6 +142,14 @@ impl Scenario {
 
     fn is_skipped(&self, step: usize) -> bool {
         self.skipped.is_some_and(|skipped| skipped(step))
+    }
+
+    /// The same where the host updates its share.
+    pub(crate) fn check_placed(&self, on: &Subject, steps: usize, placement: Placement) {
+        let rig = Rig::placed(on, self.clone(), steps, Some(placement));
+        rig.steps(steps);
+        rig.synchronize();
+        rig.assert_exact(steps);
     }
 
     /// Streams so many steps, without a pause between them, and compares with both other ways.
@@ -314,8 +323,19 @@ impl Inputs {
     }
 }
 
+/// Where the update runs, other than streamed through the device.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Placement {
+    /// On the host alone: there is no ring on the device.
+    Host,
+    /// On both.
+    Hybrid(HostShare),
+}
+
 /// The streamed optimizer with everything it needs.
 pub(crate) struct Rig<'a> {
+    /// The host's part, where it has one, and the state it works on.
+    pub(crate) hybrid: Option<(Hybrid, Vec<PlacedAdamW>)>,
     on: &'a Subject,
     pub(crate) scenario: Scenario,
     pub(crate) pool: Arc<Pool>,
@@ -327,13 +347,28 @@ pub(crate) struct Rig<'a> {
 
 impl<'a> Rig<'a> {
     pub(crate) fn new(on: &'a Subject, scenario: Scenario, steps: usize) -> Self {
+        Self::placed(on, scenario, steps, None)
+    }
+
+    pub(crate) fn placed(on: &'a Subject, scenario: Scenario, steps: usize, placement: Option<Placement>) -> Self {
         let pool = Pool::new(on.device.clone());
-        let optimizer = StreamedAdamW::new(&pool, Arc::new(scenario.plan())).unwrap();
+        let PlanOptions { slots, slot_bytes, .. } = scenario.options;
+        let pipeline = Arc::new(Pipeline::new(&pool, slots, slot_bytes).unwrap());
+        let state = HostState::new(&pool, Arc::new(scenario.plan())).unwrap();
+        let hybrid = placement.map(|placement| {
+            let (share, ring) = match placement {
+                Placement::Host => (HostShare::Fixed(1.0), None),
+                Placement::Hybrid(share) => (share, Some(pipeline.clone())),
+            };
+            let hybrid = Hybrid::new(&pool, share, &HostOptions::default(), slots, slot_bytes).unwrap();
+            (hybrid, vec![PlacedAdamW::new(state.clone(), ring)])
+        });
+        let optimizer = StreamedAdamW::from_parts(state, pipeline);
         let params: Vec<_> =
             (0..scenario.tensors.len()).map(|i| (scenario.param(i), scenario.tensors[i].param.bytes())).collect();
         let params = Placed::new(on, &params);
         let (inputs, compute) = (Inputs::new(on, &scenario, steps), on.stream("compute").unwrap());
-        let rig = Self { on, scenario, pool, optimizer, compute, params, inputs };
+        let rig = Self { hybrid, on, scenario, pool, optimizer, compute, params, inputs };
         rig.write_state();
         rig
     }
@@ -349,7 +384,7 @@ impl<'a> Rig<'a> {
 
     /// Parameters and state as before the first step, whatever happened since.
     pub(crate) fn reset(&self) {
-        self.optimizer.synchronize().unwrap();
+        self.synchronize();
         self.on.finish(&self.compute).unwrap();
         self.write_state();
         self.params.places.iter().for_each(|place| place.reset(self.on));
@@ -378,7 +413,31 @@ impl<'a> Rig<'a> {
     pub(crate) fn step_with(&self, step: usize, tensors: &[Binding]) -> forebay::Result<()> {
         let (grad_scale, skip) = (self.inputs.scale.clone(), self.inputs.skip(&self.scenario, step));
         let scalars = self.scenario.scalars(step);
-        self.optimizer.step(tensors, &StepInputs { scalars: &scalars, grad_scale, skip }, &self.compute)
+        let inputs = StepInputs { scalars: &scalars, grad_scale, skip };
+        match &self.hybrid {
+            None => self.optimizer.step(tensors, &inputs, &self.compute),
+            Some((hybrid, stores)) => {
+                stores[0].check(tensors, &inputs)?;
+                hybrid.run(stores, &[tensors.to_vec()], &[], &inputs, &self.compute)
+            }
+        }
+    }
+
+    /// A step of the host's for which some gradients are down already.
+    pub(crate) fn run_landed(&self, step: usize, landed: &[Vec<Option<Region>>]) -> forebay::Result<()> {
+        let scalars = self.scenario.scalars(step);
+        let inputs = StepInputs { scalars: &scalars, ..StepInputs::default() };
+        let (hybrid, stores) = self.hybrid.as_ref().unwrap();
+        hybrid.run(stores, &[self.bindings(step)], landed, &inputs, &self.compute)
+    }
+
+    /// Waits for all that the steps left under way, and lets the host see it.
+    pub(crate) fn synchronize(&self) {
+        self.optimizer.synchronize().unwrap();
+        if let Some((hybrid, _)) = &self.hybrid {
+            hybrid.lane().drain().unwrap();
+            self.on.finish(&self.compute).unwrap();
+        }
     }
 
     /// The first so many steps, one right after the other.
@@ -392,6 +451,9 @@ impl<'a> Rig<'a> {
     /// Every slot is with the ring.
     pub(crate) fn assert_idle(&self) {
         assert_eq!(self.optimizer.pipeline().idle_slots(), self.scenario.options.slots, "slots are missing");
+        if let Some((hybrid, _)) = &self.hybrid {
+            assert_eq!(hybrid.lane().idle_slots(), self.scenario.options.slots, "the host's slots are missing");
+        }
     }
 
     /// Parameters and state; all stores have ended.

@@ -1,0 +1,439 @@
+//! The host's own threads: AdamW on host memory, next to whatever the device does.
+//!
+//! A pool is made once and serves any number of devices' memory. Work is cut by bytes into shares of about
+//! [`SHARE_ELEMENTS`] elements, whatever the tensors' sizes, and the threads take share after share, from one piece of
+//! work on to the next without meeting in between. Threads sleep while there is nothing to do, and are bound to no core:
+//! torch has threads of its own, and the system knows best who runs where.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+use crate::arith::AdamWScalars;
+use crate::cpu::adamw::{Sweep, Unit};
+use crate::error::{Error, Result};
+use crate::kernel::AdamWSegment;
+use crate::memory::{DeviceId, Region, check_home, fresh_key};
+
+/// Elements of one share: small enough that the threads end together, large enough that taking one costs nothing.
+const SHARE_ELEMENTS: usize = 32 << 10;
+
+/// Cuts inside a tensor fall on multiples of this, so that every share starts aligned as its tensor does.
+const CUT_ELEMENTS: usize = 64;
+
+/// How to make the pool.
+#[derive(Debug, Clone, Default)]
+pub struct HostOptions {
+    /// How many threads; as many as this process has cores where not given.
+    pub threads: Option<usize>,
+    /// Which kernel: `portable`, `avx2` or `avx512`; the best that this CPU has where not given.
+    pub kernel: Option<String>,
+}
+
+impl HostOptions {
+    /// Refuses what cannot work here, and returns how many threads there will be.
+    pub fn check(&self) -> Result<usize> {
+        Unit::named(self.kernel.as_deref())?;
+        let cores = host_cores();
+        let threads = self.threads.unwrap_or(cores);
+        if threads == 0 || threads > cores {
+            return Err(Error::InvalidOption {
+                option: "host_threads",
+                value: threads.to_string(),
+                remedy: format!("this process may use {cores} cores; give 1 to {cores}"),
+            });
+        }
+        Ok(threads)
+    }
+}
+
+/// One AdamW step over host memory, cut into segments; see [`crate::arith`] for the arithmetic.
+#[derive(Debug, Clone)]
+pub struct HostUpdate {
+    /// The parts of parameters to update, all of them on the host. No two may overlap.
+    pub segments: Vec<AdamWSegment>,
+    /// The hyper-parameter sets that the segments name.
+    pub scalars: Arc<[AdamWScalars]>,
+    /// Every gradient is multiplied with this.
+    pub grad_scale: f32,
+    /// Whether masters follow weights that are not their rounding. Where not, weights with a master are written and
+    /// never read.
+    pub follow_weights: bool,
+}
+
+impl HostUpdate {
+    /// Refuses what is not host memory of this device, or does not fit together.
+    fn check(&self, device: DeviceId) -> Result<()> {
+        for segment in &self.segments {
+            for (region, _) in segment.operands() {
+                check_home("host update", region, device)?;
+                if !region.place().is_host() {
+                    return Err(Error::BadOperands {
+                        operation: "host update",
+                        reason: format!("{region:?} is not host memory"),
+                    });
+                }
+            }
+            segment.check(self.scalars.len())?;
+        }
+        Ok(())
+    }
+
+    /// Every region the update touches, and whether it writes it.
+    #[cfg(feature = "testing")]
+    pub(crate) fn accesses(&self) -> Vec<(&Region, bool)> {
+        self.segments.iter().flat_map(AdamWSegment::operands).collect()
+    }
+}
+
+/// Cores that this process may use: those of its affinity mask and its control group.
+pub fn host_cores() -> usize {
+    crate::cpu::threads()
+}
+
+/// Threads that update host memory.
+pub struct HostThreads {
+    shared: Arc<Shared>,
+    workers: Vec<JoinHandle<()>>,
+    unit: Unit,
+    pid: u32,
+}
+
+impl std::fmt::Debug for HostThreads {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "HostThreads({}, {})", self.threads(), self.kernel())
+    }
+}
+
+#[derive(Default)]
+struct Shared {
+    queue: Mutex<Queue>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Queue {
+    jobs: VecDeque<Arc<Job>>,
+    closed: bool,
+    /// Set by tests: the next update fails on a thread.
+    fails_next: bool,
+}
+
+/// A run of elements of one segment.
+struct Piece {
+    segment: usize,
+    range: Range<usize>,
+}
+
+enum Task {
+    Update {
+        update: HostUpdate,
+        pieces: Vec<Piece>,
+        unit: Unit,
+    },
+    /// Adds nothing to every word, which the compiler cannot know: reads and writes all of it.
+    Touch {
+        region: Region,
+    },
+    Panic,
+}
+
+struct Job {
+    task: Task,
+    /// What one thread takes at a time: pieces of an update, or bytes of a region.
+    shares: Vec<Range<usize>>,
+    next: AtomicUsize,
+    left: AtomicUsize,
+    failed: AtomicBool,
+    outcome: Mutex<Option<Result<()>>>,
+    done: Condvar,
+}
+
+/// Work that the pool was given. Whoever drops it waits for its end, so that the memory it uses can go.
+#[must_use = "dropping it waits for its end and loses its outcome"]
+pub struct HostWork {
+    job: Arc<Job>,
+    key: u64,
+}
+
+impl std::fmt::Debug for HostWork {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (left, all) = (self.job.left.load(Ordering::Relaxed), self.job.shares.len());
+        write!(f, "HostWork#{}({left} of {all} shares left)", self.key)
+    }
+}
+
+impl HostWork {
+    /// Blocks until the work has ended.
+    pub fn wait(self) -> Result<()> {
+        self.job.wait()
+    }
+
+    /// Whether the work has ended.
+    pub fn is_done(&self) -> bool {
+        self.job.left.load(Ordering::Acquire) == 0
+    }
+
+    #[cfg(feature = "testing")]
+    pub(crate) fn key(&self) -> u64 {
+        self.key
+    }
+}
+
+impl Drop for HostWork {
+    fn drop(&mut self) {
+        let _ = self.job.wait();
+    }
+}
+
+impl HostThreads {
+    /// Starts the threads.
+    pub fn new(options: &HostOptions) -> Result<Self> {
+        let (threads, unit) = (options.check()?, Unit::named(options.kernel.as_deref())?);
+        let shared = Arc::new(Shared::default());
+        let mut pool = Self { shared, workers: Vec::with_capacity(threads), unit, pid: std::process::id() };
+        for index in 0..threads {
+            let shared = pool.shared.clone();
+            let worker = std::thread::Builder::new().name(format!("forebay-host-{index}")).spawn(move || shared.work());
+            pool.workers.push(worker.map_err(|error| Error::Os {
+                call: "thread spawn",
+                bytes: 0,
+                errno: error.raw_os_error().unwrap_or(0),
+                text: error.to_string(),
+            })?);
+        }
+        Ok(pool)
+    }
+
+    /// How many threads there are.
+    pub fn threads(&self) -> usize {
+        self.workers.len()
+    }
+
+    /// Which kernel they run.
+    pub fn kernel(&self) -> &'static str {
+        self.unit.name()
+    }
+
+    /// Starts an update of host memory that belongs to a device. The caller has waited for the work that uses it.
+    pub(crate) fn update(&self, device: DeviceId, update: HostUpdate) -> Result<HostWork> {
+        update.check(device)?;
+        if std::mem::take(&mut lock(&self.shared.queue).fails_next) {
+            return self.submit(Task::Panic, vec![0..1, 1..2]);
+        }
+        let (mut pieces, mut shares) = (Vec::new(), Vec::new());
+        let (mut first, mut elements) = (0, 0);
+        for (segment, of) in update.segments.iter().enumerate() {
+            let (mut start, end) = (0, of.elements() as usize);
+            while start < end {
+                let room = (SHARE_ELEMENTS - elements).next_multiple_of(CUT_ELEMENTS);
+                let stop = end.min(start + room);
+                pieces.push(Piece { segment, range: start..stop });
+                elements += stop - start;
+                start = stop;
+                if elements >= SHARE_ELEMENTS {
+                    shares.push(first..pieces.len());
+                    (first, elements) = (pieces.len(), 0);
+                }
+            }
+        }
+        if first < pieces.len() {
+            shares.push(first..pieces.len());
+        }
+        self.submit(Task::Update { update, pieces, unit: self.unit }, shares)
+    }
+
+    /// Starts reading and writing back every word of a region of host memory, changing none: the pace of the memory.
+    pub fn touch(&self, region: &Region) -> Result<HostWork> {
+        if !region.place().is_host() || !region.bytes().is_multiple_of(4) || !region.addr().is_multiple_of(4) {
+            return Err(Error::BadOperands {
+                operation: "touch",
+                reason: format!("{region:?} is not host memory of whole words"),
+            });
+        }
+        let (bytes, share) = (region.bytes() as usize, SHARE_ELEMENTS * 4);
+        let shares = (0..bytes).step_by(share).map(|start| start..(start + share).min(bytes)).collect();
+        self.submit(Task::Touch { region: region.clone() }, shares)
+    }
+
+    /// Makes the next update panic on one of the threads, for tests.
+    #[doc(hidden)]
+    pub fn fail_next_update(&self) {
+        lock(&self.shared.queue).fails_next = true;
+    }
+
+    fn submit(&self, task: Task, shares: Vec<Range<usize>>) -> Result<HostWork> {
+        // The threads stay behind in the parent: a child that queued work would wait for ever.
+        if self.pid != std::process::id() {
+            return Err(Error::Forked { device: "the host's threads".to_owned() });
+        }
+        let job = Arc::new(Job {
+            next: AtomicUsize::new(0),
+            left: AtomicUsize::new(shares.len()),
+            failed: AtomicBool::new(false),
+            outcome: Mutex::new(shares.is_empty().then_some(Ok(()))),
+            done: Condvar::new(),
+            task,
+            shares,
+        });
+        if !job.shares.is_empty() {
+            lock(&self.shared.queue).jobs.push_back(job.clone());
+            self.shared.changed.notify_all();
+        }
+        Ok(HostWork { job, key: fresh_key() })
+    }
+}
+
+impl Drop for HostThreads {
+    fn drop(&mut self) {
+        lock(&self.shared.queue).closed = true;
+        self.shared.changed.notify_all();
+        // A forked child has no such threads to wait for.
+        if self.pid == std::process::id() {
+            self.workers.drain(..).for_each(|worker| drop(worker.join()));
+        }
+    }
+}
+
+impl Shared {
+    fn work(&self) {
+        while let Some(job) = self.next() {
+            while let Some(share) = job.take() {
+                job.run(share);
+            }
+        }
+    }
+
+    /// The oldest job with a share to take. What was accepted is worked off before the pool ends.
+    fn next(&self) -> Option<Arc<Job>> {
+        let mut queue = lock(&self.queue);
+        loop {
+            while queue.jobs.front().is_some_and(|job| job.is_taken()) {
+                queue.jobs.pop_front();
+            }
+            match queue.jobs.front() {
+                Some(job) => return Some(job.clone()),
+                None if queue.closed => return None,
+                None => queue = self.changed.wait(queue).unwrap_or_else(PoisonError::into_inner),
+            }
+        }
+    }
+}
+
+impl Job {
+    fn is_taken(&self) -> bool {
+        self.next.load(Ordering::Relaxed) >= self.shares.len()
+    }
+
+    fn take(&self) -> Option<Range<usize>> {
+        self.shares.get(self.next.fetch_add(1, Ordering::Relaxed)).cloned()
+    }
+
+    /// Runs one share; the last one to end says so.
+    fn run(&self, share: Range<usize>) {
+        if !self.failed.load(Ordering::Relaxed)
+            && let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.task.run(share)))
+        {
+            self.failed.store(true, Ordering::Relaxed);
+            let reason = crate::cpu::worker::panic_text(&*panic);
+            *lock(&self.outcome) = Some(Err(Error::StreamFailed { stream: "the host's threads".to_owned(), reason }));
+        }
+        // Whoever sees the end sees what all shares wrote.
+        if self.left.fetch_sub(1, Ordering::AcqRel) == 1 {
+            lock(&self.outcome).get_or_insert(Ok(()));
+            self.done.notify_all();
+        }
+    }
+
+    /// The outcome, once every share has ended: a failed one is known before the others are done with the memory.
+    fn wait(&self) -> Result<()> {
+        let mut outcome = lock(&self.outcome);
+        while self.left.load(Ordering::Acquire) > 0 {
+            outcome = self.done.wait(outcome).unwrap_or_else(PoisonError::into_inner);
+        }
+        outcome.clone().unwrap_or(Ok(()))
+    }
+}
+
+impl Task {
+    fn run(&self, share: Range<usize>) {
+        match self {
+            Self::Update { update, pieces, unit } => {
+                for piece in &pieces[share] {
+                    let segment = &update.segments[piece.segment];
+                    let scalars = &update.scalars[segment.scalars as usize];
+                    let how = Sweep { scale: update.grad_scale, scalars, follow: update.follow_weights };
+                    // SAFETY: `HostUpdate::check` refused anything that is not live, aligned host memory of the right
+                    // size, and operands of one segment that overlap. Pieces are disjoint, each is taken once, and the
+                    // job keeps the memory alive. Whoever touches it meanwhile breaks the contract of `Device` and
+                    // gets unspecified numbers.
+                    unsafe { unit.sweep(segment, piece.range.clone(), how) };
+                }
+            }
+            Self::Touch { region } => {
+                let nothing = std::hint::black_box(0u32);
+                let first = (region.addr() + share.start) as *mut u32;
+                // SAFETY: the region is live, aligned host memory of whole words, and shares are disjoint.
+                let words = unsafe { std::slice::from_raw_parts_mut(first, share.len() / 4) };
+                words.iter_mut().for_each(|word| *word = word.wrapping_add(nothing));
+            }
+            Self::Panic => panic!("an update failed on purpose"),
+        }
+    }
+}
+
+/// Nothing here leaves a lock's data half changed, so a panic elsewhere does not make it unusable.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(options: &HostOptions) -> String {
+        HostThreads::new(options).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn thread_counts_are_checked_against_the_cores() {
+        let cores = host_cores();
+        assert_eq!(HostThreads::new(&HostOptions::default()).unwrap().threads(), cores);
+        for threads in [0, cores + 1] {
+            let said = refused(&HostOptions { threads: Some(threads), kernel: None });
+            assert_eq!(
+                said,
+                format!("invalid host_threads: {threads}; this process may use {cores} cores; give 1 to {cores}")
+            );
+        }
+        assert!(refused(&HostOptions { threads: None, kernel: Some("mmx".to_owned()) }).contains("host_kernel: mmx"));
+    }
+
+    #[test]
+    fn touching_changes_nothing() {
+        let pool = HostThreads::new(&HostOptions::default()).unwrap();
+        let buffer = crate::memory::Buffer::pageable(SHARE_ELEMENTS as u64 * 9 + 4).unwrap();
+        let pattern: Vec<u8> = (0..buffer.bytes()).map(|i| (i % 251) as u8).collect();
+        // SAFETY: fresh memory of that length, which nobody else knows.
+        let memory = unsafe { std::slice::from_raw_parts_mut(buffer.addr() as *mut u8, pattern.len()) };
+        memory.copy_from_slice(&pattern);
+        pool.touch(&buffer.all()).unwrap().wait().unwrap();
+        assert!(*memory == *pattern);
+        assert!(pool.touch(&buffer.region(0, 3).unwrap()).is_err());
+    }
+
+    #[test]
+    fn a_panic_on_a_thread_is_the_outcome_and_the_pool_goes_on() {
+        let pool = HostThreads::new(&HostOptions::default()).unwrap();
+        for _ in 0..3 {
+            let error = pool.submit(Task::Panic, vec![0..1, 1..2, 2..3]).unwrap().wait().unwrap_err();
+            assert!(error.to_string().contains("an update failed on purpose"), "{error}");
+        }
+        let buffer = crate::memory::Buffer::pageable(4096).unwrap();
+        pool.touch(&buffer.all()).unwrap().wait().unwrap();
+        drop(pool.submit(Task::Panic, vec![0..1, 1..2]).unwrap());
+    }
+}
