@@ -39,6 +39,7 @@ def load(optimizer: AdamW, state_dict: dict[str, Any]) -> None:
     optimizer._check_kinds(groups)
     optimizer._open()
     optimizer._settle(None)
+    optimizer._protect()
     earlier, optimizer.param_groups = optimizer.param_groups, groups
     try:
         optimizer._create(optimizer._flatten(), [parameter for parameter, _ in by_parameter])

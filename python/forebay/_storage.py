@@ -7,7 +7,7 @@ import io
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -37,6 +37,11 @@ from forebay._torch import local, stream_handle
 from forebay._values import decode, encode
 from forebay.errors import CheckpointError, Error, OptionError
 from forebay.optim import AdamW
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from forebay._snapshot import Snapshot
 
 StrPath = str | os.PathLike[str]
 
@@ -118,7 +123,12 @@ class Writer(StorageWriter):
         self.keep_last = keep_last
         self.threads = threads
         self.progress = progress
+        # For saves beside training: the snapshot, how fast to write at most, and the bytes written so far.
+        self.snapshot: Snapshot | None = None
+        self.bytes_per_s: float | None = None
+        self.moved: _core.Moved | None = None
         self._saving: _core.Saving | None = None
+        self._checks: list[Callable[[], None]] = []
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Begin anew, at another path if one is given."""
@@ -140,7 +150,9 @@ class Writer(StorageWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Leave the plan as it is."""
+        """Leave the plan as it is, unless there is a reason not to save: from here every rank hears of it."""
+        for check in self._checks:
+            check()
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -159,7 +171,7 @@ class Writer(StorageWriter):
             for item in plan.items
             if item.type == WriteItemType.BYTE_IO
         ]
-        stored, files = self._write_tensors(place, tensors, planner) if tensors else ([], ())
+        stored, files = self._write_all(place, tensors, planner)
         for item, tensor in zip(tensors, stored, strict=True):
             results.append(WriteResult(item.index, tensor["end"] - tensor["begin"], _Stored(tensor=tensor)))
         if files:
@@ -170,8 +182,27 @@ class Writer(StorageWriter):
         future.set_result(results)
         return future
 
-    def _write_tensors(
+    def _write_all(
         self, place: _Place, items: list[WriteItem], planner: SavePlanner
+    ) -> tuple[list[dict[str, Any]], tuple[dict[str, Any], ...]]:
+        live = {local(tensor).data_ptr() for tensor in self.snapshot.live} if self.snapshot else set()
+        # Memory that could not be copied comes first: a step waits for it.
+        first = [item for item in items if live and _address(planner, item) in live]
+        kept = {id(item) for item in first}
+        rest = [item for item in items if id(item) not in kept]
+        stored: dict[int, dict[str, Any]] = {}
+        files: tuple[dict[str, Any], ...] = ()
+        for part, prefix, is_last in ((first, f"{place.prefix}first-", False), (rest, place.prefix, True)):
+            if part:
+                where, written = self._write_tensors(_Place(place.folder, prefix), part, planner, is_last)
+                stored |= {id(item): at for item, at in zip(part, where, strict=True)}
+                files += written
+            if self.snapshot is not None:
+                self.snapshot.live_written.set()
+        return [stored[id(item)] for item in items], files
+
+    def _write_tensors(
+        self, place: _Place, items: list[WriteItem], planner: SavePlanner, is_last: bool
     ) -> tuple[list[dict[str, Any]], tuple[dict[str, Any], ...]]:
         entries: dict[str, list[Any]] = {key: [] for key in ("name", "dtype", "shape", "address", "on_device")}
         held = []
@@ -194,8 +225,17 @@ class Writer(StorageWriter):
         total = sum(data.nbytes for data in held)
         device = None if gpu is None else f"cuda:{gpu.index or 0}"
         stream = 0 if gpu is None else stream_handle(gpu)
-        with bar(f"saving {self.path.name}", total, shown=self.progress) as moved:
-            written = _core.write_checkpoint(place.folder, place.prefix, entries, device, stream, self.threads, moved)
+        manner = {
+            "snapshots": self.snapshot.kept if self.snapshot is not None and is_last else [],
+            "bytes_per_s": self.bytes_per_s,
+            "gives_way": self.snapshot is not None,
+        }
+        shown = False if self.snapshot is not None else self.progress
+        with bar(f"saving {self.path.name}", total, shown=shown) as counted:
+            moved = self.moved or counted
+            written = _core.write_checkpoint(
+                place.folder, place.prefix, entries, device, stream, self.threads, moved, manner
+            )
         files: list[dict[str, Any]] = []
         stored: list[dict[str, Any]] = [{} for _ in items]
         for name, length, blocks, inside in written:
@@ -244,6 +284,11 @@ class Writer(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
         """Whether this is a path in a file system."""
         return "://" not in os.fspath(checkpoint_id)
+
+
+def _address(planner: SavePlanner, item: WriteItem) -> int:
+    data: Any = planner.resolve_data(item)
+    return int(local(data).data_ptr())
 
 
 def _look_up(planner: SavePlanner, item: WriteItem) -> Any:
@@ -311,15 +356,31 @@ class Reader(StorageReader):
         self._checkpoint: _core.Checkpoint | None = None
         self._manifest: dict[str, Any] = {}
         self._chunks: dict[tuple[str, tuple[int, ...]], int] = {}
+        # Why nothing can be loaded, until all ranks hear of it; and whether anything has been read.
+        self._refused: Error | None = None
+        self._has_read = False
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Begin anew, at another path if one is given."""
         self._checkpoint = None
+        self._refused = None
+        self._has_read = False
         if checkpoint_id is not None:
             self.path = Path(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Open the checkpoint, check its structure, and say what is in it."""
+        try:
+            return self._open()
+        except Error as error:
+            if "rank" not in kwargs:
+                raise
+            # DCP passes over the first error, asks again for metadata of one rank, and would then only say that there
+            # is none.
+            self._refused = error
+            return Metadata({})
+
+    def _open(self) -> Metadata:
         self._checkpoint = _core.Checkpoint(self.path)
         self._manifest = manifest = json.loads(self._checkpoint.manifest())
         described: dict[str, Any] = {name: BytesStorageMetadata() for name in manifest["objects"]}
@@ -339,7 +400,9 @@ class Reader(StorageReader):
         return Metadata(described, planner_data=paths, storage_data=storage)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: everything was opened with the metadata."""
+        """Refuse what could not be opened: from here every rank hears of it."""
+        if self._refused is not None:
+            raise self._refused
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Leave the plan as it is."""
@@ -351,6 +414,7 @@ class Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what a plan asks for."""
+        self._has_read = True
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, _pickled(self.value(item.storage_index.fqn)))
@@ -366,8 +430,14 @@ class Reader(StorageReader):
         return future
 
     def value(self, name: str) -> Any:
-        """Return a value that is no tensor."""
-        return decode(self._manifest["objects"][name])
+        """Return a value that is no tensor, with the tensors in it."""
+        return decode(self.objects[name], self.tensor)
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """The values that are no tensors, as JSON."""
+        found: dict[str, Any] = self._manifest["objects"]
+        return found
 
     def _read(self, items: list[ReadItem], targets: list[torch.Tensor], moved: _core.Moved) -> None:
         direct: list[tuple[ReadItem, torch.Tensor, torch.dtype]] = []
@@ -375,6 +445,9 @@ class Reader(StorageReader):
         for item, target in zip(items, targets, strict=True):
             stored = _TYPES[self._manifest["tensors"][item.storage_index.fqn]["dtype"]]
             (direct if _is_direct(target, stored) else staged).append((item, target, stored))
+        for optimizer in list(AdamW.alive):
+            # A save under way may still need what is about to be overwritten.
+            optimizer._protect()
         try:
             # All of one kind first: whatever can be refused is refused before anything is written.
             self._read_into([(item, target) for item, target, _ in direct], moved)
@@ -385,8 +458,12 @@ class Reader(StorageReader):
                     self._read_staged(batch, moved)
                     batch = []
             self._read_staged(batch, moved)
-        except Error as error:
-            _distrust({target.untyped_storage().data_ptr() for target in targets if target.numel()}, str(error))
+        except BaseException as error:
+            # An interrupt between two batches leaves the state as mixed as a damaged file does.
+            _distrust(
+                {target.untyped_storage().data_ptr() for target in targets if target.numel()},
+                str(error) or type(error).__name__,
+            )
             raise
 
     def _read_staged(self, batch: list[tuple[ReadItem, torch.Tensor, torch.Tensor]], moved: _core.Moved) -> None:
@@ -415,7 +492,9 @@ class Reader(StorageReader):
     def tensor(self, name: str) -> torch.Tensor:
         """Return one tensor, whole, on the CPU."""
         assert self._checkpoint is not None
-        described = self._manifest["tensors"][name]
+        described = self._manifest["tensors"].get(name)
+        if described is None:
+            raise CheckpointError(f"{self._checkpoint.folder()}: a value names a tensor {name!r}, which is not there")
         whole = torch.empty(described["shape"], dtype=_type(described["dtype"], name))
         parts = []
         for chunk in described["chunks"]:

@@ -7,28 +7,34 @@ the collectives stay DCP's; bytes go between memory and files in Rust, without a
 
 from __future__ import annotations
 
+import os
 import warnings
 from contextlib import contextmanager
-from itertools import pairwise
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    _get_fqns,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.checkpoint.utils import _DistWrapper
 
+from forebay import _core
+from forebay._snapshot import Handle, Snapshot
 from forebay._storage import Reader, StrPath, Writer
-from forebay._torch import local
+from forebay._torch import describe_like, is_dtensor, local
+from forebay._values import Encoded
 from forebay.errors import CheckpointError, Error, OptionError
 from forebay.optim import AdamW
 
@@ -36,7 +42,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
-__all__ = ["Reader", "Writer", "load", "save"]
+    from torch.distributed.checkpoint.planner import SavePlan
+    from torch.distributed.checkpoint.storage import WriteResult
+
+__all__ = ["Handle", "Reader", "Writer", "async_save", "load", "save"]
 
 
 def save(
@@ -59,25 +68,138 @@ def save(
     optimizer
         Its optimizer or optimizers, of forebay's or of torch's.
     extra
-        More to save, the same on every rank: tensors, numbers, texts, lists and dicts.
+        More to save, the same on every rank: tensors, numbers, texts, bytes, and lists, tuples and dicts of them.
     keep_last
         Keep so many complete checkpoints of this path; by default all.
     process_group
         The ranks that save; by default all of them.
     """
     optimizers = _optimizers(optimizer)
-    for one in optimizers:
-        if isinstance(one, AdamW):
-            one.check_trusted("saved")
     state = _state(model, optimizers)
+    _add_extra(state, extra)
+    _wait_for_earlier("wait")
+    _write(state, _writer(path, keep_last, optimizers), process_group)
+
+
+def _add_extra(state: dict[str, Any], extra: Mapping[str, Any] | None) -> None:
     if extra is not None:
-        state["extra"] = dict(extra)
+        tensors: dict[str, torch.Tensor] = {}
+        state["extra"] = Encoded(dict(extra), tensors, "extra")
+        # Not nested: DCP would flatten lists and dicts, and lose empty ones and the types of keys.
+        state.update(tensors)
+
+
+def _writer(path: StrPath, keep_last: int | None, optimizers: list[torch.optim.Optimizer]) -> Writer:
     writer = Writer(path, keep_last=keep_last)
+    writer._checks = [partial(one.check_trusted, "saved") for one in optimizers if isinstance(one, AdamW)]
+    return writer
+
+
+def _write(state: dict[str, Any], writer: Writer, process_group: Any) -> None:
+    """Plan, write and commit, as ``dcp.save`` does: without its warning that one process is one process."""
+    planner = DefaultSavePlanner()
+    ranks = _DistWrapper(process_group, dist.is_available() and dist.is_initialized(), 0)
+    metadata: Metadata | None = None
+
+    def plan() -> SavePlan:
+        planner.set_up_planner(state, storage_meta=writer.storage_meta(), is_coordinator=ranks.is_coordinator)
+        writer.set_up_storage_writer(ranks.is_coordinator)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def plan_all(plans: list[SavePlan]) -> list[SavePlan]:
+        nonlocal metadata
+        plans, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(plans)
+
+    def write() -> list[WriteResult]:
+        return writer.write_data(planner.finish_plan(mine), planner).wait()
+
+    def commit(results: list[list[WriteResult]]) -> None:
+        assert metadata is not None
+        writer.finish(metadata=metadata, results=results)
+
     try:
-        with _plain_errors("save"), _quietly():
-            dcp_save(state, storage_writer=writer, process_group=process_group)
+        with _plain_errors("save"):
+            mine = ranks.reduce_scatter("plan", plan, plan_all)
+            ranks.all_reduce("write", write, commit)
     finally:
         writer.abandon()
+
+
+_earlier: list[Handle] = []
+_group: list[Any] = []
+
+
+def async_save(
+    path: StrPath,
+    model: torch.nn.Module | None,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    keep_last: int | None = None,
+    snapshot_budget_bytes: int | None = None,
+    write_gbps: float | None = None,
+    when_busy: str = "wait",
+) -> Handle:
+    """Save as ``save`` does, of the state at this moment, while training goes on. All ranks call it.
+
+    State of ``forebay.AdamW`` in pinned memory is written from where it lies. Pages of it that a later step comes to
+    before they are written are copied aside; beyond the budget that step waits. Everything else is copied before this
+    returns. Do not write into ``optimizer.state`` by hand before the save is complete; steps and loads are safe.
+
+    Parameters
+    ----------
+    path, model, optimizer, extra, keep_last
+        As in ``save``.
+    snapshot_budget_bytes
+        The most host memory that copies may take; by default as much as they need, of what is available.
+    write_gbps
+        Write no faster than this on each rank; by default as fast as the disk takes it.
+    when_busy
+        What to do while an earlier save is under way: ``"wait"`` for it, or ``"refuse"``.
+    """
+    if when_busy not in ("wait", "refuse"):
+        raise OptionError(f"invalid when_busy: {when_busy!r}; use 'wait' or 'refuse'")
+    if snapshot_budget_bytes is not None and (type(snapshot_budget_bytes) is not int or snapshot_budget_bytes < 0):
+        raise OptionError(f"invalid snapshot_budget_bytes: {snapshot_budget_bytes!r}; use 0 or more, or None")
+    if write_gbps is not None and not write_gbps > 0:
+        raise OptionError(f"invalid write_gbps: {write_gbps!r}; use a positive number, or None")
+    optimizers = _optimizers(optimizer)
+    writer = _writer(path, keep_last, optimizers)
+    _wait_for_earlier(when_busy)
+    state = _state(model, optimizers)
+    _add_extra(state, extra)
+    group = _background_group()
+    snapshot = Snapshot(state, optimizers, snapshot_budget_bytes)
+    writer.snapshot, writer.moved = snapshot, _core.Moved()
+    writer.bytes_per_s = None if write_gbps is None else write_gbps * 1e9
+    leaves, _ = flatten_state_dict(snapshot.state)
+    total = sum(local(value).nbytes for value in leaves.values() if isinstance(value, torch.Tensor))
+    snapshot.copy_ahead(max(min((os.cpu_count() or 2) // 2, 8), 1), None)
+    handle = Handle(snapshot, lambda: _write(snapshot.state, writer, group), total, writer.moved)
+    _earlier[:] = [handle]
+    return handle
+
+
+def _wait_for_earlier(when_busy: str) -> None:
+    """Wait for a save under way, or refuse; raise what went wrong with one that nobody asked for its result."""
+    for handle in _earlier:
+        if not handle.done() and when_busy == "refuse":
+            raise CheckpointError(
+                f"an earlier save is under way: {handle.progress()}; wait for its result(), or use when_busy='wait'"
+            )
+        handle._done.wait()
+        _earlier.clear()
+        handle.raise_untold()
+
+
+def _background_group() -> Any:
+    """Return a process group that only saves in the background use: training's own must not be shared with a thread."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    if not _group or _group[0][0] is not dist.group.WORLD:
+        _group[:] = [(dist.group.WORLD, dist.new_group(backend="gloo"))]
+    return _group[0][1]
 
 
 def load(
@@ -108,13 +230,28 @@ def load(
     """
     optimizers = _optimizers(optimizer)
     reader = Reader(path)
-    metadata = reader.read_metadata()
     state = _state(model, optimizers)
     wanted, _ = flatten_state_dict(state)
-    missing = _compare(reader.path, wanted, metadata, strict)
-    with _plain_errors("load"), _quietly():
-        planner = DefaultLoadPlanner(allow_partial_load=True)
-        dcp_load(state, storage_reader=reader, planner=planner, process_group=process_group)
+    missing: list[str] = []
+    extra: dict[str, Any] | None = None
+    try:
+        missing = _compare(reader.path, wanted, reader.read_metadata(), strict)
+        # First, so that nothing is changed where it cannot be read.
+        extra = _extra(reader)
+    except Error as error:
+        # The others may have found nothing wrong: they hear of it from DCP, instead of waiting for this rank.
+        reader._refused = error
+    try:
+        with _plain_errors("load"), _quietly():
+            planner = DefaultLoadPlanner(allow_partial_load=True)
+            dcp_load(state, storage_reader=reader, planner=planner, process_group=process_group)
+    except BaseException as error:
+        if reader._has_read:
+            # Whichever rank failed, what this one has is of one checkpoint in part and of another in part.
+            for one in optimizers:
+                if isinstance(one, AdamW):
+                    one.distrust(str(error))
+        raise
     with torch.no_grad():
         for name in missing:
             # State that the checkpoint does not have starts anew; a master follows its weight below.
@@ -129,7 +266,7 @@ def load(
     for one in optimizers:
         if isinstance(one, AdamW) and any(name.endswith(".master_param") for name in missing):
             one.refresh_master_weights()
-    return _extra(reader)
+    return extra
 
 
 def _optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
@@ -144,6 +281,12 @@ def _state(model: torch.nn.Module | None, optimizers: list[torch.optim.Optimizer
             raise OptionError("an optimizer needs its model: the state's names are the model's")
         return {}
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if is_dtensor(parameter):
+            # A module's state dict has new tensors, which are not described as the parameters are.
+            for key in _get_fqns(model, name):
+                if key in state["model"]:
+                    describe_like(parameter, state["model"][key])
     if optimizers:
         for one in optimizers:
             if isinstance(one, AdamW):
@@ -201,33 +344,10 @@ def _listed(what: str, names: list[str]) -> str:
 
 def _extra(reader: Reader) -> dict[str, Any] | None:
     """Return what was saved as ``extra``, put together again."""
-    manifest = reader._manifest
-    names = [name for name, path in manifest["paths"].items() if path[:1] == ["extra"]]
-    if not names:
+    if "extra" not in reader.objects:
         return None
-    extra: dict[str, Any] = {}
-    for name in names:
-        value = reader.tensor(name) if name in manifest["tensors"] else reader.value(name)
-        path = manifest["paths"][name][1:]
-        if path:
-            _place(extra, path, value)
-    return extra
-
-
-def _place(root: Any, path: list[str | int], value: Any) -> None:
-    for key, following in pairwise(path):
-        empty: Any = [] if isinstance(following, int) else {}
-        if isinstance(root, list):
-            root.extend([None] * (int(key) + 1 - len(root)))
-            if root[int(key)] is None:
-                root[int(key)] = empty
-            root = root[int(key)]
-        else:
-            root = root.setdefault(key, empty)
-    last = path[-1]
-    if isinstance(root, list):
-        root.extend([None] * (int(last) + 1 - len(root)))
-    root[last] = value
+    extra = reader.value("extra")
+    return extra if isinstance(extra, dict) else None
 
 
 @contextmanager

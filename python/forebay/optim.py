@@ -136,6 +136,7 @@ class AdamW(torch.optim.Optimizer):
         self._stores: list[Store] = []
         self._homes: dict[int, tuple[int, int]] = {}
         self._closed = False
+        self._has_ring = False
         self._step_s = 0.0
         self._grad_norm: torch.Tensor | None = None
         self._flat: Flat | None = None
@@ -306,7 +307,7 @@ class AdamW(torch.optim.Optimizer):
                 found.properties.fits = store
             if not (store.contiguous and found.contiguous):
                 found.put_in_order(store.strides)
-            lists = [found.numbers()]
+            lists: list[Any] = [found.numbers()]
         else:
             self._check_unchanged(
                 found,
@@ -433,11 +434,7 @@ class AdamW(torch.optim.Optimizer):
         # Where nothing goes through the device, a parameter on the host is updated in place.
         on_host = [tensor.device != compute or (compute.type == "cpu" and not options.streams) for tensor in inner]
         if not self._stores and options.streams:
-            # torch's own allocator, so that its statistics tell the truth about the ring.
-            ring = None
-            if compute.type == "cuda":
-                ring = torch.empty(engine.ring_bytes(), dtype=torch.uint8, device=compute)
-            engine.open_ring(0 if ring is None else ring.data_ptr(), ring, stream_handle(compute))
+            self._open_ring(engine, compute)
         if not self._stores and options.updates_on_host:
             engine.open_host(options.host_fraction, options.host_threads, options.host_kernel)
         elements = [tensor.numel() for tensor in inner]
@@ -454,6 +451,27 @@ class AdamW(torch.optim.Optimizer):
                 elif view is not None:
                     views[kind] = state_like(parameter, host_tensor(view, inner[index]))
             self._adopt(parameter, views, earlier)
+
+    def _open_ring(self, engine: _core.Engine, compute: torch.device) -> None:
+        # torch's own allocator, so that its statistics tell the truth about the ring.
+        ring = None
+        if compute.type == "cuda":
+            ring = torch.empty(engine.ring_bytes(), dtype=torch.uint8, device=compute)
+        engine.open_ring(0 if ring is None else ring.data_ptr(), ring, stream_handle(compute))
+        self._has_ring = True
+
+    def _release_ring(self) -> None:
+        """Wait for all stores and give the ring's memory on the device back; ``_restore_ring`` makes it again."""
+        self.synchronize()
+        if self._engine is not None and self._has_ring and not self._closed:
+            self._engine.close_ring()
+            self._has_ring = False
+
+    def _restore_ring(self) -> None:
+        if self._engine is None or self._compute is None or self._closed:
+            return
+        if self._stores and self._options.streams and not self._has_ring:
+            self._open_ring(self._engine, self._compute)
 
     def _create_resident(self, new: list[torch.Tensor], names: list[str], amsgrad: list[bool]) -> None:
         _, compute = self._open()
@@ -512,6 +530,11 @@ class AdamW(torch.optim.Optimizer):
                     del self._fresh[id(fresh)]
                     follow_weight(local(dict.__getitem__(self.state, fresh)["master_param"]), local(fresh).detach())
 
+    def _protect(self) -> None:
+        """Wait until state may be written here, as far as a save under way is concerned."""
+        if self._engine is not None and not self._closed:
+            self._engine.protect_all()
+
     def synchronize(self) -> None:
         """Wait until every store of the last step has ended."""
         self._settle(None)
@@ -523,6 +546,7 @@ class AdamW(torch.optim.Optimizer):
         The step does the same by itself; this is for those who read ``master_param`` before it.
         """
         self.synchronize()
+        self._protect()
         for group in self.param_groups:
             for parameter in group["params"]:
                 master = dict.get(self.state, parameter, {}).get("master_param")
@@ -552,16 +576,13 @@ class AdamW(torch.optim.Optimizer):
             "store_bytes": store_bytes,
             "fetch_gbps": fetch_bytes / fetch_ns if fetch_ns else 0.0,
             "store_gbps": store_bytes / store_ns if store_ns else 0.0,
-            "device_bytes": engine.ring_bytes() if engine is not None and self._has_ring() else 0,
+            "device_bytes": engine.ring_bytes() if engine is not None and self._has_ring and not self._closed else 0,
             "pinned_bytes": engine.pinned_bytes() if engine is not None else 0,
             "chunks": chunks,
             "stalls": stalls,
             "stall_s": stall_ns / 1e9,
             **self._host_stats(),
         }
-
-    def _has_ring(self) -> bool:
-        return bool(self._stores) and self._options.streams and not self._closed
 
     def _host_stats(self) -> dict[str, float | int]:
         """Return the host's part of the last step; nothing for placements in which it has none."""

@@ -3,6 +3,7 @@
 //! Results go to standard output, progress and errors to standard error. Exit codes: 0 done, 1 it failed or a check did
 //! not hold, 2 wrong options.
 
+mod checkpoint;
 mod cpu_adam;
 mod options;
 mod output;
@@ -28,6 +29,9 @@ const LINK_SECONDS: f64 = 0.25;
 fn main() -> ExitCode {
     let outcome = match Cli::try_parse() {
         Ok(Cli { command: Command::Probe { device, json } }) => run_probe(&device, &json),
+        Ok(Cli { command: Command::Inspect { path, json } }) => checkpoint::inspect(&path, &json),
+        Ok(Cli { command: Command::Verify { path, json } }) => checkpoint::verify(&path, &json),
+        Ok(Cli { command: Command::Convert { from, to } }) => checkpoint::convert(&from, &to),
         Ok(Cli { command: Command::Bench { bench: Bench::Step(args) } }) => run_bench_step(&args),
         Ok(Cli { command: Command::Bench { bench: Bench::CpuAdam(args) } }) => run_bench_cpu_adam(&args),
         Err(error) => return output::usage(&error),

@@ -1,5 +1,7 @@
 //! The options, each checked as it is read.
 
+use std::path::PathBuf;
+
 use clap::{Args, Parser, Subcommand};
 use forebay::measure::Model;
 
@@ -23,6 +25,29 @@ pub(crate) enum Command {
         /// Print JSON, or with a path write it there beside the table
         #[arg(long, value_name = "PATH", num_args = 0..=1, default_missing_value = "-", default_value = "", hide_default_value = true)]
         json: Json,
+    },
+    /// Say what is in a checkpoint: tensors, shapes, types, shards, bytes, step, groups
+    Inspect {
+        /// The folder that was saved to, or one of its numbered subfolders
+        path: PathBuf,
+        /// Print JSON, or with a path write it there beside the table
+        #[arg(long, value_name = "PATH", num_args = 0..=1, default_missing_value = "-", default_value = "", hide_default_value = true)]
+        json: Json,
+    },
+    /// Check every checksum of a checkpoint, and that every range of every tensor is there once; exit code 1 if not
+    Verify {
+        /// The folder that was saved to, or one of its numbered subfolders
+        path: PathBuf,
+        /// Print JSON, or with a path write it there beside the list
+        #[arg(long, value_name = "PATH", num_args = 0..=1, default_missing_value = "-", default_value = "", hide_default_value = true)]
+        json: Json,
+    },
+    /// Turn a checkpoint into one plain safetensors file, or such a file into a checkpoint
+    Convert {
+        /// A checkpoint's folder, or a safetensors file
+        from: PathBuf,
+        /// The file to write, or the folder to make a checkpoint in
+        to: PathBuf,
     },
     /// Measure what forebay does on this machine
     Bench {

@@ -115,7 +115,14 @@ fn flag(option: &str) -> String {
 }
 
 fn hint(error: &Error) -> &'static str {
-    let Error::Device(error) = error else { return "" };
+    let error = match error {
+        Error::Device(error) => error,
+        Error::Checkpoint { .. } => {
+            return "name the folder of a complete checkpoint; `forebay verify` lists what is damaged";
+        }
+        Error::File { .. } => return "check that the path exists, that you may use it, and that the disk has room",
+        Error::InvalidOption { .. } | Error::PlanMismatch { .. } => return "",
+    };
     match error {
         device::Error::DeviceAbsent { .. } => "use --device cpu, or run on a machine with an NVIDIA GPU and its driver",
         device::Error::OutOfDeviceMemory { .. } => {

@@ -1,5 +1,8 @@
 //! A progress bar on a terminal; nothing in a pipe.
 
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::time::Duration;
+
 use forebay::measure::Progress;
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -16,12 +19,32 @@ impl Bar {
     }
 }
 
+/// Runs work that counts the bytes it moves, with a bar beside it.
+pub(crate) fn watch<T: Send>(what: &str, total_bytes: u64, work: impl FnOnce(&AtomicU64) -> T + Send) -> T {
+    let moved = AtomicU64::new(0);
+    let bar = ProgressBar::new(total_bytes);
+    if let Ok(style) = ProgressStyle::with_template("{msg} [{bar:30}] {bytes} of {total_bytes}, {bytes_per_sec}") {
+        bar.set_style(style.progress_chars("=> "));
+    }
+    bar.set_message(what.to_owned());
+    let outcome = std::thread::scope(|scope| {
+        let worker = scope.spawn(|| work(&moved));
+        while !worker.is_finished() {
+            bar.set_position(moved.load(Relaxed));
+            std::thread::sleep(Duration::from_millis(if bar.is_hidden() { 1 } else { 50 }));
+        }
+        worker.join()
+    });
+    bar.finish_and_clear();
+    outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
 impl Progress for Bar {
     fn begin(&mut self, what: &str, steps: u64) {
         self.0.reset();
         self.0.set_length(steps);
         self.0.set_message(what.to_owned());
-        self.0.enable_steady_tick(std::time::Duration::from_millis(200));
+        self.0.enable_steady_tick(Duration::from_millis(200));
     }
 
     fn advance(&mut self) {

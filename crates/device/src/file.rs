@@ -50,6 +50,17 @@ pub fn visit(region: &Region, mut look: impl FnMut(&[u8])) -> Result<()> {
     Ok(())
 }
 
+/// Copies one region of host memory into another of the same length, elsewhere.
+pub fn copy(from: &Region, to: &Region) -> Result<()> {
+    let (source, target) = (host(from)?, host(to)?);
+    if from.bytes() != to.bytes() || from.overlaps(to) {
+        return Err(Error::new(ErrorKind::InvalidInput, format!("{from:?} into {to:?}")));
+    }
+    // SAFETY: two live, disjoint host regions of that length.
+    unsafe { std::ptr::copy_nonoverlapping(source as *const u8, target as *mut u8, from.bytes() as usize) };
+    Ok(())
+}
+
 /// Copies bytes into a region of host memory of the same length.
 pub fn fill(region: &Region, from: &[u8]) -> Result<()> {
     let addr = host(region)?;
@@ -70,6 +81,18 @@ pub fn start_writeback(file: &File, offset: u64, bytes: u64) {
     }
     #[cfg(not(target_os = "linux"))]
     let _ = (file, offset, bytes);
+}
+
+/// Makes the calling thread give way to others, in the use of the cores and of the disk. A hint: nothing depends on it.
+pub fn give_way() {
+    #[cfg(target_os = "linux")]
+    // SAFETY: both calls take numbers only and act on the calling thread.
+    unsafe {
+        const BEST_EFFORT_LAST: libc::c_int = (2 << 13) | 7;
+        const THIS_THREAD: libc::c_int = 1;
+        libc::setpriority(libc::PRIO_PROCESS, 0, 10);
+        libc::syscall(libc::SYS_ioprio_set, THIS_THREAD, 0, BEST_EFFORT_LAST);
+    }
 }
 
 fn host(region: &Region) -> Result<usize> {

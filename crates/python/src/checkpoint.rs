@@ -4,13 +4,13 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use forebay::checkpoint::{self, Entry, Extent, Manifest, Request, WriteOptions, element_bytes};
-use forebay::device::{Place, open};
+use forebay::checkpoint::{self, Entry, Extent, Manifest, Request, SnapshotStats, WriteOptions, element_bytes};
+use forebay::device::{Place, SharedDevice, Slab, SlabLayout, open};
 use forebay::{Error, Result};
 use pyo3::prelude::*;
 
 use crate::guard;
-use crate::torch::{self, Keeper};
+use crate::torch::{self, HostView, Keeper};
 
 /// Bytes moved so far, for a progress bar that another thread draws.
 #[pyclass(frozen)]
@@ -98,6 +98,109 @@ pub(crate) struct Entries {
     on_device: Vec<bool>,
 }
 
+/// How to write beside other work: through which snapshots, how fast at most, and whether to give way.
+#[derive(FromPyObject)]
+pub(crate) struct Manner {
+    #[pyo3(item)]
+    snapshots: Vec<Py<Snapshot>>,
+    #[pyo3(item)]
+    bytes_per_s: Option<f64>,
+    #[pyo3(item)]
+    gives_way: bool,
+}
+
+/// State of one moment, kept while an optimizer goes on.
+#[pyclass(frozen)]
+pub(crate) struct Snapshot {
+    pub(crate) inner: Arc<checkpoint::Snapshot>,
+}
+
+#[pymethods]
+impl Snapshot {
+    /// Copy aside in the background what the next step will change.
+    fn copy_ahead(&self, py: Python<'_>, threads: usize, bytes_per_s: Option<f64>) -> PyResult<()> {
+        guard::run(py, || {
+            for turn in 0..threads {
+                let snapshot = self.inner.clone();
+                // At full priority: a step may come to wait for the page that is being copied.
+                let work = move || {
+                    // A failure has ended the snapshot, which the save reports.
+                    let _ = snapshot.copy_ahead(turn, threads, bytes_per_s);
+                };
+                // Without the thread the step copies for itself.
+                let _ = std::thread::Builder::new().name("forebay-snapshot".to_owned()).spawn(work);
+            }
+            Ok(())
+        })
+    }
+
+    /// Keep nothing any longer.
+    fn finish(&self, py: Python<'_>) -> PyResult<()> {
+        guard::run(py, || {
+            self.inner.finish();
+            Ok(())
+        })
+    }
+
+    /// Whether a step would neither copy nor wait.
+    fn is_safe(&self) -> bool {
+        self.inner.is_safe()
+    }
+
+    /// Bytes copied aside, bytes of memory taken for that, how often a step waited, and how long in nanoseconds.
+    fn stats(&self) -> (u64, u64, u64, u64) {
+        let SnapshotStats { copied_bytes, block_bytes, stalls, stall_ns } = self.inner.stats();
+        (copied_bytes, block_bytes, stalls, stall_ns)
+    }
+}
+
+/// Copies of device memory in one pinned slab that is used again.
+#[pyclass(frozen)]
+pub(crate) struct HostCopies {
+    device: SharedDevice,
+    slab: Mutex<Option<Slab>>,
+}
+
+#[pymethods]
+impl HostCopies {
+    #[new]
+    fn new(py: Python<'_>, device: &str) -> PyResult<Self> {
+        guard::run(py, || Ok(Self { device: open(device)?, slab: Mutex::new(None) }))
+    }
+
+    /// Copy ranges of device memory to the host, behind what a stream has been given so far, and wait for them. The
+    /// buffers of the call before must be out of use.
+    fn fill(&self, py: Python<'_>, addresses: Vec<u64>, bytes: Vec<u64>, stream: u64) -> PyResult<Vec<HostView>> {
+        guard::run(py, || {
+            let mut kept = self.slab.lock().unwrap_or_else(PoisonError::into_inner);
+            let layout = SlabLayout::new(&bytes)?;
+            if kept.as_ref().is_none_or(|slab| slab.layout() != &layout) {
+                // The old one first: both together may not fit.
+                *kept = None;
+                *kept = Some(self.device.pin(layout)?);
+            }
+            let Some(slab) = kept.as_ref() else { return Ok(Vec::new()) };
+            let keeper: Keeper = Arc::new(());
+            let (behind, copies) = (torch::stream(&self.device, stream)?, self.device.stream("snapshot")?);
+            let point = self.device.event()?;
+            self.device.record(&point, &behind)?;
+            self.device.wait(&copies, &point)?;
+            let mut views = Vec::with_capacity(bytes.len());
+            for (index, (&address, &bytes)) in addresses.iter().zip(&bytes).enumerate() {
+                let part = slab.part(index)?;
+                if bytes > 0 {
+                    let from = torch::region(&self.device, address, bytes, Place::Device, &keeper)?;
+                    self.device.copy(&copies, &from, &part)?;
+                }
+                views.push(HostView::new(part));
+            }
+            self.device.record(&point, &copies)?;
+            self.device.synchronize(&point)?;
+            Ok(views)
+        })
+    }
+}
+
 /// Bytes of a dense tensor.
 fn bytes(dtype: &str, shape: &[u64]) -> u64 {
     shape.iter().fold(element_bytes(dtype).unwrap_or(0), |bytes, &side| bytes.saturating_mul(side))
@@ -115,7 +218,9 @@ pub(crate) fn write_checkpoint(
     stream: u64,
     threads: Option<usize>,
     moved: &Moved,
+    manner: Manner,
 ) -> PyResult<Vec<File>> {
+    let snapshots = manner.snapshots.iter().map(|snapshot| snapshot.get().inner.clone()).collect();
     guard::run(py, || {
         let keeper: Keeper = Arc::new(());
         let device = device.map(open).transpose()?;
@@ -132,8 +237,9 @@ pub(crate) fn write_checkpoint(
             };
             list.push(Entry { name, dtype, shape, data });
         }
-        let mut options = WriteOptions::default();
+        let mut options = WriteOptions { snapshots, bytes_per_s: manner.bytes_per_s, ..WriteOptions::default() };
         options.threads = threads.unwrap_or(options.threads);
+        options.gives_way = manner.gives_way;
         if let Some(device) = device {
             let after = torch::stream(&device, stream)?;
             options.device = Some((device, after));

@@ -14,6 +14,7 @@ mod host;
 mod landing;
 mod measure;
 mod optimizer;
+mod sleep;
 mod testing;
 #[expect(unsafe_code, reason = "torch's memory and streams come as numbers")]
 mod torch;
@@ -24,17 +25,19 @@ mod _core {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use crate::checkpoint::{Checkpoint, Moved, Saving, write_checkpoint};
+    use crate::checkpoint::{Checkpoint, HostCopies, Moved, Saving, Snapshot, write_checkpoint};
     #[pymodule_export]
     use crate::host::{bench_placements, check_host};
     #[pymodule_export]
-    use crate::measure::{backends, bench_step, probe};
+    use crate::measure::{backends, bench_step, host_memory, probe};
     #[pymodule_export]
     use crate::optimizer::Engine;
     #[pymodule_export]
+    use crate::sleep::Slabs;
+    #[pymodule_export]
     use crate::testing::{_errors_for_test, _gil_is_released_for_test, _panic_for_test};
     #[pymodule_export]
-    use crate::torch::HostView;
+    use crate::torch::{HostView, look};
 
     /// Bytes of a checkpoint's file that one checksum covers.
     #[pymodule_export]

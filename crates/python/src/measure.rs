@@ -1,6 +1,6 @@
 //! What the machine can do, for Python: the same measurements as the command's, as JSON text.
 
-use forebay::device::{BackendStatus, backends as found, open, open_default};
+use forebay::device::{BackendStatus, HostMemory, backends as found, open, open_default};
 use forebay::measure::{Model, ProbeOptions, Silent, StepBenchOptions};
 use pyo3::prelude::*;
 use serde::Serialize;
@@ -21,6 +21,13 @@ pub(crate) fn backends(py: Python<'_>) -> PyResult<(Vec<String>, Problems)> {
         }
         Ok((devices, problems))
     })
+}
+
+/// Bytes of host memory that this process may use in all, and that are available now.
+#[pyfunction]
+pub(crate) fn host_memory() -> (u64, u64) {
+    let memory = HostMemory::now();
+    (memory.total_bytes, memory.available_bytes)
 }
 
 /// Measure a device, by default the first GPU; JSON text.

@@ -15,6 +15,7 @@ use forebay::step::{Binding, HostShare, HostState, Hybrid, PlacedAdamW, Powers, 
 use forebay::{Error, Result};
 use pyo3::prelude::*;
 
+use crate::checkpoint::Snapshot;
 use crate::guard;
 use crate::landing::Landing;
 use crate::torch::{self, HostView, Keeper};
@@ -36,6 +37,8 @@ struct Inner {
     hybrid: Option<Hybrid>,
     /// Gradients that come down during backward.
     landing: Landing,
+    /// The state of all stores, while there is no ring.
+    parked: Vec<HostState>,
     powers: Option<Powers>,
     /// The CPU backend has no stream of torch's to borrow.
     own_compute: Option<Stream>,
@@ -46,7 +49,8 @@ struct Inner {
 
 impl Inner {
     fn pinned_bytes(&self) -> u64 {
-        let state: u64 = self.stores.iter().map(|store| store.state().slab().bytes()).sum();
+        let states = self.stores.iter().map(PlacedAdamW::state).chain(&self.parked);
+        let state: u64 = states.map(|state| state.slab().bytes()).sum();
         state + self.hybrid.as_ref().map_or(0, |hybrid| hybrid.lane().pinned_bytes()) + self.landing.pinned_bytes()
     }
 }
@@ -190,7 +194,22 @@ impl Engine {
                 let ring = torch::buffer(&self.device, addr, self.ring_bytes(), Arc::new(owner))?;
                 Pipeline::in_memory(self.device.clone(), &ring, slots, slot_bytes, &after)?
             };
-            inner.pipeline = Some(Arc::new(pipeline));
+            let pipeline = Arc::new(pipeline);
+            for state in std::mem::take(&mut inner.parked) {
+                inner.stores.push(PlacedAdamW::new(state, Some(pipeline.clone())));
+            }
+            inner.pipeline = Some(pipeline);
+            Ok(())
+        })
+    }
+
+    /// Wait for every store and let go of the ring; state stays, and `open_ring` makes steps possible again.
+    fn close_ring(&self, py: Python<'_>) -> PyResult<()> {
+        guard::run(py, || {
+            let mut inner = self.open_inner()?;
+            inner.pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain())?;
+            inner.parked = std::mem::take(&mut inner.stores).into_iter().map(PlacedAdamW::into_state).collect();
+            inner.pipeline = None;
             Ok(())
         })
     }
@@ -382,6 +401,30 @@ impl Engine {
     /// Block until every store has ended.
     fn synchronize(&self, py: Python<'_>) -> PyResult<()> {
         guard::run(py, || self.lock().pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain()))
+    }
+
+    /// Begin a snapshot of all state that is in pinned memory; copies of it take so many bytes at most.
+    fn snapshot(&self, py: Python<'_>, budget_bytes: u64) -> PyResult<Snapshot> {
+        guard::run(py, || {
+            let inner = self.open_inner()?;
+            inner.pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain())?;
+            let (mut arenas, mut next) = (Vec::new(), Vec::new());
+            for store in &inner.stores {
+                // An earlier one must have ended: only one is kept in mind.
+                store.state().protect_all()?;
+                let (these, order) = store.state().extent()?;
+                arenas.extend(these);
+                next.extend(order);
+            }
+            let snapshot = Arc::new(forebay::checkpoint::Snapshot::new(arenas, &next, budget_bytes));
+            inner.stores.iter().for_each(|store| store.state().keep(&snapshot));
+            Ok(Snapshot { inner: snapshot })
+        })
+    }
+
+    /// Return when the host may write into the state, as far as a save under way is concerned.
+    fn protect_all(&self, py: Python<'_>) -> PyResult<()> {
+        guard::run(py, || self.lock().stores.iter().try_for_each(|store| store.state().protect_all()))
     }
 
     /// The last step in numbers, once its stores have ended: chunks, fetch_bytes, store_bytes, fetch_ns, update_ns,

@@ -27,7 +27,9 @@ mod boxes;
 mod convert;
 mod folder;
 mod manifest;
+mod pages;
 mod read;
+mod snapshot;
 mod verify;
 mod write;
 
@@ -36,6 +38,7 @@ pub use convert::{from_safetensors, to_safetensors};
 pub use folder::{Saving, complete, latest, prune};
 pub use manifest::{Chunk, FileRecord, Manifest, Tensor};
 pub use read::{Checkpoint, Request};
+pub use snapshot::{Snapshot, SnapshotStats};
 pub use verify::{Problem, Summary, TensorSummary, summarise, verify};
 pub use write::{Entry, WriteOptions, WrittenFile, write_files};
 
@@ -49,6 +52,9 @@ pub const MANIFEST: &str = "manifest.json";
 
 /// Bytes that are checksummed, written and read together.
 pub const BLOCK_BYTES: u64 = 8 << 20;
+
+/// Bytes that one call writes or reads: summed while they are still in a core's cache, so memory is gone through once.
+const CACHED_BYTES: u64 = 1 << 20;
 
 fn file_error(action: &'static str, path: &Path, error: &io::Error) -> Error {
     Error::File { action, path: path.display().to_string(), errno: error.raw_os_error(), text: error.to_string() }

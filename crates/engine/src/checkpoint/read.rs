@@ -14,7 +14,7 @@ use forebay_device::{Region, file};
 
 use super::boxes::{Extent, runs};
 use super::manifest::Manifest;
-use super::{MANIFEST, element_bytes, file_error, folder, refuse};
+use super::{CACHED_BYTES, MANIFEST, element_bytes, file_error, folder, refuse};
 use crate::error::Result;
 
 /// Longest manifest that is read; one of ten thousand tensors on a thousand ranks is a few hundred MiB.
@@ -224,9 +224,13 @@ impl Job<'_> {
             && piece.end >= end
         {
             let into = self.requests[piece.request].into.slice(piece.to + (begin - piece.begin), end - begin)?;
-            file::read_at(self.opened, begin, &into).map_err(fail)?;
-            let mut sum = crc32fast::Hasher::new();
-            file::visit(&into, |bytes| sum.update(bytes)).map_err(fail)?;
+            let (mut sum, mut done) = (crc32fast::Hasher::new(), 0);
+            while done < into.bytes() {
+                let piece = into.slice(done, (into.bytes() - done).min(CACHED_BYTES))?;
+                file::read_at(self.opened, begin + done, &piece).map_err(fail)?;
+                file::visit(&piece, |bytes| sum.update(bytes)).map_err(fail)?;
+                done += piece.bytes();
+            }
             self.compare(block, stated, sum.finalize(), begin, end)?;
             return Ok(end - begin);
         }

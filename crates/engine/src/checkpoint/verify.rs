@@ -6,9 +6,9 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use forebay_device::{Buffer, file};
-use safetensors::SafeTensors;
+use safetensors::tensor::Metadata;
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Map, Value};
 use std::os::unix::fs::FileExt as _;
 
 use super::boxes::Extent;
@@ -59,6 +59,9 @@ pub fn verify(checkpoint: &Checkpoint, read: &AtomicU64) -> Result<Vec<Problem>>
     Ok(problems)
 }
 
+/// Longest header that readers of safetensors take.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+
 /// An entry of a safetensors file: type, shape, and where it begins and ends behind the header.
 pub(super) type HeaderEntry = (String, Vec<u64>, u64, u64);
 
@@ -70,13 +73,13 @@ pub(super) fn header(
     let mut length = [0; 8];
     opened.read_exact_at(&mut length, 0).map_err(|error| format!("no safetensors header: {error}"))?;
     let length = u64::from_le_bytes(length);
-    let Some(start) = length.checked_add(8).filter(|&start| start <= file_bytes) else {
+    let Some(start) = length.checked_add(8).filter(|&start| start <= file_bytes && length <= MAX_HEADER_BYTES) else {
         return Err(format!("a safetensors header of {length} bytes in a file of {file_bytes}"));
     };
-    let mut text = vec![0; start as usize];
-    opened.read_exact_at(&mut text, 0).map_err(|error| format!("no safetensors header: {error}"))?;
-    let (_, metadata) =
-        SafeTensors::read_metadata(&text).map_err(|error| format!("not a safetensors header: {error}"))?;
+    let mut text = vec![0; length as usize];
+    opened.read_exact_at(&mut text, 8).map_err(|error| format!("no safetensors header: {error}"))?;
+    let metadata: Metadata =
+        serde_json::from_slice(&text).map_err(|error| format!("not a safetensors header: {error}"))?;
     if start + metadata.data_len() as u64 != file_bytes {
         return Err(format!("{} bytes of data behind a header for {}", file_bytes - start, metadata.data_len()));
     }
@@ -140,9 +143,9 @@ pub struct Summary {
     pub files: usize,
     /// The tensors.
     pub tensors: Vec<TensorSummary>,
-    /// The optimizer's groups.
-    pub groups: Value,
-    /// The values that are no tensors.
+    /// The optimizer's groups: their options, and the names of their parameters.
+    pub groups: Vec<Map<String, Value>>,
+    /// The other values that are no tensors.
     pub objects: BTreeMap<String, Value>,
     /// Who wrote it.
     pub made_by: BTreeMap<String, String>,
@@ -173,8 +176,7 @@ pub fn summarise(checkpoint: &Checkpoint) -> Result<Summary> {
         shards: tensor.chunks.len(),
         bytes: tensor.bytes(),
     });
-    let is_groups = |name: &&String| name.rsplit('.').next() == Some("param_groups");
-    let groups = manifest.objects.keys().find(is_groups).and_then(|name| manifest.objects.get(name));
+    let (groups, objects) = split_groups(manifest);
     Ok(Summary {
         path: checkpoint.folder().display().to_string(),
         step: highest_step(checkpoint)?,
@@ -182,10 +184,26 @@ pub fn summarise(checkpoint: &Checkpoint) -> Result<Summary> {
         file_bytes: manifest.files.iter().map(|file| file.bytes).fold(0, u64::saturating_add),
         files: manifest.files.len(),
         tensors: tensors.collect(),
-        groups: groups.cloned().unwrap_or(Value::Null),
-        objects: manifest.objects.clone(),
+        groups,
+        objects,
         made_by: manifest.made_by.clone(),
     })
+}
+
+/// Puts the groups together again; they are stored value by value.
+fn split_groups(manifest: &Manifest) -> (Vec<Map<String, Value>>, BTreeMap<String, Value>) {
+    let mut groups: BTreeMap<u64, Map<String, Value>> = BTreeMap::new();
+    let mut others = BTreeMap::new();
+    for (name, value) in &manifest.objects {
+        match manifest.paths.get(name).map(Vec::as_slice) {
+            Some([.., parent, number, key]) if parent == "param_groups" && number.is_u64() && key.is_string() => {
+                let (number, key) = (number.as_u64().unwrap_or(0), key.as_str().unwrap_or_default());
+                groups.entry(number).or_default().insert(key.to_owned(), value.clone());
+            }
+            _ => drop(others.insert(name.clone(), value.clone())),
+        }
+    }
+    (groups.into_values().collect(), others)
 }
 
 fn highest_step(checkpoint: &Checkpoint) -> Result<Option<f64>> {

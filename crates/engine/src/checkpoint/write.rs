@@ -9,17 +9,18 @@ use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
-use forebay_device::{Event, Region, SharedDevice, SlabLayout, Stream, file};
+use forebay_device::{Buffer, Event, Region, SharedDevice, SlabLayout, Stream, file};
 use serde_json::{Map, Value, json};
 
 use super::folder::sync_folder;
 use super::manifest::FileRecord;
-use super::{BLOCK_BYTES, file_error, refuse};
+use super::snapshot::{Pace, Snapshot};
+use super::{BLOCK_BYTES, CACHED_BYTES, file_error, refuse};
 use crate::error::Result;
 
-/// A file is worth a thread from this size on.
+/// By default a file is worth a thread from this size on.
 const FILE_BYTES: u64 = 64 << 20;
 /// Data begins at a multiple of this in each file, so that blocks are whole pages.
 const DATA_ALIGN: usize = 4096;
@@ -50,6 +51,14 @@ pub struct WriteOptions {
     pub threads: usize,
     /// Bytes that one checksum covers.
     pub block_bytes: u64,
+    /// As many bytes are worth a file of their own.
+    pub file_bytes: u64,
+    /// Snapshots through which entries are read that are part of one.
+    pub snapshots: Vec<Arc<Snapshot>>,
+    /// Bytes a second at most, all threads together.
+    pub bytes_per_s: Option<f64>,
+    /// Whether the threads give way to others.
+    pub gives_way: bool,
     /// The device of entries that are not on the host, and the stream after whose present work they may be read.
     pub device: Option<(SharedDevice, Stream)>,
 }
@@ -57,7 +66,15 @@ pub struct WriteOptions {
 impl Default for WriteOptions {
     fn default() -> Self {
         let cores = std::thread::available_parallelism().map_or(2, usize::from);
-        Self { threads: cores.min(8), block_bytes: BLOCK_BYTES, device: None }
+        Self {
+            threads: cores.min(8),
+            block_bytes: BLOCK_BYTES,
+            file_bytes: FILE_BYTES,
+            snapshots: Vec::new(),
+            bytes_per_s: None,
+            gives_way: false,
+            device: None,
+        }
     }
 }
 
@@ -87,7 +104,7 @@ pub fn write_files(
     options: &WriteOptions,
     written: &AtomicU64,
 ) -> Result<Vec<WrittenFile>> {
-    let plans = plan_files(folder, prefix, entries, options.threads.max(1))?;
+    let plans = plan_files(folder, prefix, entries, options)?;
     // What the device still has to do before the memory may be read.
     let ready = match &options.device {
         None => None,
@@ -97,15 +114,21 @@ pub fn write_files(
             Some(event)
         }
     };
+    let on_host: Vec<Region> =
+        entries.iter().filter_map(|entry| entry.data.clone()).filter(|region| region.place().is_host()).collect();
+    options.snapshots.iter().for_each(|snapshot| snapshot.plan(&on_host));
     let next = AtomicUsize::new(0);
     let (done, failed) = (Mutex::new(Vec::new()), Mutex::new(None));
     let work = || -> Result<()> {
-        let mut staging = None;
+        if options.gives_way {
+            file::give_way();
+        }
+        let mut memory = Memory::default();
         while let Some(plan) = plans.get(next.fetch_add(1, Relaxed)) {
             if failed.lock().unwrap_or_else(PoisonError::into_inner).is_some() {
                 return Ok(());
             }
-            let record = write_file(plan, entries, options, ready.as_ref(), &mut staging, written)?;
+            let record = write_file(plan, entries, options, ready.as_ref(), &mut memory, written)?;
             let file = WrittenFile { record, entries: plan.entries.clone() };
             done.lock().unwrap_or_else(PoisonError::into_inner).push(file);
         }
@@ -136,12 +159,12 @@ pub fn write_files(
 }
 
 /// Spreads the entries over files, largest first, each into the file that has least.
-fn plan_files(folder: &Path, prefix: &str, entries: &[Entry], threads: usize) -> Result<Vec<Plan>> {
+fn plan_files(folder: &Path, prefix: &str, entries: &[Entry], options: &WriteOptions) -> Result<Vec<Plan>> {
     if entries.is_empty() {
         return Ok(Vec::new());
     }
     let total: u64 = entries.iter().map(Entry::bytes).sum();
-    let count = (total.div_ceil(FILE_BYTES) as usize).clamp(1, threads);
+    let count = (total.div_ceil(options.file_bytes.max(1)) as usize).clamp(1, options.threads.max(1));
     let mut files: Vec<(u64, Vec<usize>)> = vec![(0, Vec::new()); count];
     let mut order: Vec<usize> = (0..entries.len()).collect();
     order.sort_by_key(|&i| std::cmp::Reverse(entries[i].bytes()));
@@ -190,6 +213,13 @@ fn plan_file(path: PathBuf, name: String, inside: &[usize], entries: &[Entry]) -
     Ok(Plan { path, name, header, entries, bytes: start + at })
 }
 
+/// What a thread needs for entries that it cannot write from where they lie, made when it meets the first.
+#[derive(Default)]
+struct Memory {
+    staging: Option<Staging>,
+    buffer: Option<Buffer>,
+}
+
 /// A block of pinned memory and a stream to bring memory of the device into it.
 struct Staging {
     device: SharedDevice,
@@ -223,7 +253,7 @@ fn write_file(
     entries: &[Entry],
     options: &WriteOptions,
     ready: Option<&Event>,
-    staging: &mut Option<Staging>,
+    Memory { staging, buffer }: &mut Memory,
     written: &AtomicU64,
 ) -> Result<FileRecord> {
     let path = &plan.path;
@@ -231,6 +261,7 @@ fn write_file(
     let out = OpenOptions::new().write(true).create_new(true).open(path).map_err(fail)?;
     let mut blocks = Vec::with_capacity(plan.bytes.div_ceil(options.block_bytes) as usize);
     let mut places = plan.entries.iter().filter(|(_, begin, end)| begin < end).peekable();
+    let mut pace = Pace::new(options.bytes_per_s.map(|rate| rate / options.threads.max(1) as f64));
     let mut start = 0;
     while start < plan.bytes {
         let end = (start + options.block_bytes).min(plan.bytes);
@@ -260,8 +291,28 @@ fn write_file(
                 };
                 staging.bring(&part)?
             };
-            file::visit(&part, |bytes| sum.update(bytes)).map_err(fail)?;
-            file::write_at(&out, from, &part).map_err(fail)?;
+            let mut done = 0;
+            let mut write = |part: &Region| -> Result<()> {
+                let mut start = 0;
+                while start < part.bytes() {
+                    let piece = part.slice(start, (part.bytes() - start).min(CACHED_BYTES))?;
+                    file::visit(&piece, |bytes| sum.update(bytes)).map_err(fail)?;
+                    file::write_at(&out, from + done, &piece).map_err(fail)?;
+                    pace.moved(piece.bytes());
+                    (start, done) = (start + piece.bytes(), done + piece.bytes());
+                }
+                Ok(())
+            };
+            match options.snapshots.iter().find(|snapshot| snapshot.covers(&part)) {
+                Some(snapshot) => {
+                    let buffer = match buffer {
+                        Some(buffer) => buffer,
+                        None => buffer.insert(Buffer::pageable(CACHED_BYTES)?),
+                    };
+                    snapshot.read(&part, buffer, &mut write)?;
+                }
+                None => write(&part)?,
+            }
             if finish > end {
                 break;
             }

@@ -399,9 +399,11 @@ impl<'a> Step<'a> {
             self.stats.wire_wait_ns += since.elapsed().as_nanos() as u64;
         }
         for chunk in *chunks {
+            let regions = part.state.chunk(chunk)?;
             if let Some(pipeline) = self.pipeline {
-                part.state.chunk(chunk)?.iter().try_for_each(|region| pipeline.settle(region))?;
+                regions.iter().try_for_each(|region| pipeline.settle(region))?;
             }
+            part.state.protect(&regions)?;
             self.stats.chunks += 1;
             self.stats.state_bytes += payload_bytes(part.state.plan(), chunk, part.tensors);
         }

@@ -106,6 +106,11 @@ impl StreamedAdamW {
         &self.state
     }
 
+    /// The state alone, for a ring that is made again later.
+    pub fn into_state(self) -> HostState {
+        self.state
+    }
+
     /// The pipeline, for its statistics, its trace and its slots.
     pub fn pipeline(&self) -> &Pipeline {
         &self.pipeline
@@ -142,6 +147,7 @@ impl StreamedAdamW {
             let step = AdamW { segments: &segments, scalars: inputs.scalars, grad_scale, skip };
             Ok(device.launch(compute, &Kernel::AdamW(step))?)
         })?;
+        self.state.protect(&store.host)?;
         let slot = self.pipeline.store(slot, &store.slot, &store.host, index, payload_bytes)?;
         self.pipeline.release(slot);
         Ok(())

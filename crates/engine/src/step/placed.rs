@@ -31,6 +31,11 @@ impl PlacedAdamW {
         &self.state
     }
 
+    /// The state alone, for a ring that is made again later.
+    pub fn into_state(self) -> HostState {
+        self.state
+    }
+
     /// The streamed half, where there is one.
     pub fn streamed(&self) -> Option<&StreamedAdamW> {
         self.streamed.as_ref()

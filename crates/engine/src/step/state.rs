@@ -1,9 +1,10 @@
 //! Optimizer state in one pinned slab: an arena for each kind of each bucket, and a step counter for each tensor.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use forebay_device::{Region, SharedDevice, Slab};
 
+use crate::checkpoint::Snapshot;
 use crate::error::{Error, Result};
 use crate::plan::{ALIGN_ELEMENTS, Chunk, HOST_OPERANDS, STATE_BYTES, Segment, StateKind, StepPlan};
 use crate::pool::{Lease, Pool};
@@ -17,6 +18,8 @@ pub struct HostState {
     device: SharedDevice,
     plan: Arc<StepPlan>,
     slab: Lease<Slab>,
+    /// A save under way that still needs the state as it was; shared by all clones.
+    snapshot: Arc<Mutex<Option<Arc<Snapshot>>>>,
 }
 
 impl HostState {
@@ -36,7 +39,7 @@ impl HostState {
             }
         }
         let slab = pool.slab("optimizer state", &Self::part_bytes(&plan))?;
-        Ok(Self { device: pool.device().clone(), plan, slab })
+        Ok(Self { device: pool.device().clone(), plan, slab, snapshot: Arc::default() })
     }
 
     /// The plan that says what lies where.
@@ -47,6 +50,40 @@ impl HostState {
     /// The slab that holds it.
     pub fn slab(&self) -> &Slab {
         &self.slab
+    }
+
+    /// The arenas, and the ranges of all chunks in the order of a step: what a snapshot is made of.
+    pub fn extent(&self) -> Result<(Vec<Region>, Vec<Region>)> {
+        // The last part are the step counters, which whoever saves copies by itself.
+        let arenas = (0..self.slab.layout().parts() - 1).map(|part| Ok(self.slab.part(part)?));
+        let mut next = Vec::new();
+        for chunk in self.plan.chunks() {
+            next.extend(self.chunk(chunk)?);
+        }
+        Ok((arenas.collect::<Result<_>>()?, next))
+    }
+
+    /// Keeps a snapshot in mind: from now on chunks are protected before they change.
+    pub fn keep(&self, snapshot: &Arc<Snapshot>) {
+        *self.snapshot.lock().unwrap_or_else(PoisonError::into_inner) = Some(snapshot.clone());
+    }
+
+    /// Returns when regions of this state may be written, as far as a save under way is concerned.
+    pub(crate) fn protect(&self, regions: &[Region]) -> Result<()> {
+        let snapshot = {
+            let mut kept = self.snapshot.lock().unwrap_or_else(PoisonError::into_inner);
+            if kept.as_ref().is_some_and(|snapshot| snapshot.is_over()) {
+                *kept = None;
+            }
+            kept.clone()
+        };
+        let Some(snapshot) = snapshot else { return Ok(()) };
+        regions.iter().try_for_each(|region| snapshot.protect(region))
+    }
+
+    /// The same for all of it, before the host writes into it.
+    pub fn protect_all(&self) -> Result<()> {
+        self.protect(&self.extent()?.0)
     }
 
     /// One tensor's state of one kind: contiguous, in the tensor's own order. `None` where that kind is not kept.

@@ -1,0 +1,314 @@
+//! Which pages of a snapshot are still needed as they were, and who may touch them when.
+//!
+//! [Note: the pages' protocol]
+//! A snapshot is of memory that goes on being used. It is divided into pages, each in one of four states:
+//!
+//! ```text
+//!            begin_read .. end_read, until nothing is left to write
+//!        +-------------------------------------------------------------+
+//!        |                                                             v
+//!      Live --begin_protect--> Copying --end_copy--> Copied ---------> Done
+//!                               (block)              (block)        (block is free)
+//! ```
+//! 1. The saver reads a page between `begin_read` and `end_read`: from the memory itself while it is Live, from its copy
+//!    once it is Copied. It never reads one that is being copied; it waits.
+//! 2. Whoever is about to change a page calls `begin_protect` before. A page that is Done or Copied may be changed at
+//!    once. A Live page gets a block and is copied by the caller, who then calls `end_copy`. While the saver is reading
+//!    it, or somebody is copying it, or no block is free, the caller waits.
+//! 3. There is a fixed number of blocks: they are the budget. A block is free again when its page is Done. With none
+//!    free, whoever wants to change a page waits for the saver, who needs no block to go on: so nobody waits for ever.
+//! 4. `finish` ends it all: everything that waits returns, every page may be changed, and a read finds that there is
+//!    nothing more to read. It is called when the save is over, however it ended.
+//!
+//! The tests below run this protocol under loom, in every interleaving of a saver, a step and a copier.
+
+use std::time::{Duration, Instant};
+
+use crate::sync::{Condvar, Mutex, MutexGuard, lock};
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    Live,
+    Copying(usize),
+    Copied(usize),
+    Done,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Page {
+    state: State,
+    readers: u32,
+    /// Bytes still to be written from it; unknown until the files have been planned.
+    left: Option<u64>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    pages: Vec<Page>,
+    free: Vec<usize>,
+    is_over: bool,
+}
+
+/// Where the saver finds a page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Source {
+    /// In the memory itself.
+    Live,
+    /// In a block.
+    Copy(usize),
+    /// Nowhere: the snapshot was given up.
+    Gone,
+}
+
+/// What someone who wants to change a page has to do first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Duty {
+    /// Nothing.
+    None,
+    /// Copy the page into this block, then call `end_copy`.
+    Copy(usize),
+    /// The page cannot be copied now; only who does not want to wait gets this.
+    Busy,
+}
+
+#[derive(Debug)]
+pub(super) struct Pages {
+    inner: Mutex<Inner>,
+    changed: Condvar,
+}
+
+impl Pages {
+    pub(super) fn new(pages: usize, blocks: usize) -> Self {
+        let page = Page { state: State::Live, readers: 0, left: None };
+        let inner = Inner { pages: vec![page; pages], free: (0..blocks).rev().collect(), is_over: false };
+        Self { inner: Mutex::new(inner), changed: Condvar::new() }
+    }
+
+    /// Says how many bytes of each page will be written. Pages of which none are need not be kept.
+    pub(super) fn plan(&self, bytes: &[u64]) {
+        let mut inner = lock(&self.inner);
+        for (number, &bytes) in bytes.iter().enumerate() {
+            inner.pages[number].left = Some(bytes);
+            inner.settle(number);
+        }
+        self.changed.notify_all();
+    }
+
+    pub(super) fn begin_read(&self, number: usize) -> Source {
+        let mut inner = lock(&self.inner);
+        loop {
+            if inner.is_over {
+                return Source::Gone;
+            }
+            let page = &mut inner.pages[number];
+            let source = match page.state {
+                State::Live => Source::Live,
+                State::Copied(block) => Source::Copy(block),
+                State::Copying(_) => {
+                    inner = self.wait(inner);
+                    continue;
+                }
+                State::Done => return Source::Gone,
+            };
+            page.readers += 1;
+            return source;
+        }
+    }
+
+    pub(super) fn end_read(&self, number: usize, bytes: u64) {
+        let mut inner = lock(&self.inner);
+        let page = &mut inner.pages[number];
+        page.readers -= 1;
+        page.left = page.left.map(|left| left.saturating_sub(bytes));
+        inner.settle(number);
+        self.changed.notify_all();
+    }
+
+    /// Returns what is to be done before a page may be changed, and how long that had to be waited for.
+    pub(super) fn begin_protect(&self, number: usize, waits: bool) -> (Duty, Option<Duration>) {
+        let mut inner = lock(&self.inner);
+        let mut start = None;
+        let duty = loop {
+            if inner.is_over {
+                break Duty::None;
+            }
+            let page = inner.pages[number];
+            match page.state {
+                State::Done | State::Copied(_) => break Duty::None,
+                State::Live if page.readers == 0 => {
+                    if let Some(block) = inner.free.pop() {
+                        inner.pages[number].state = State::Copying(block);
+                        break Duty::Copy(block);
+                    }
+                }
+                State::Live | State::Copying(_) => {}
+            }
+            if !waits {
+                break Duty::Busy;
+            }
+            start.get_or_insert_with(Instant::now);
+            inner = self.wait(inner);
+        };
+        (duty, start.map(|start| start.elapsed()))
+    }
+
+    pub(super) fn end_copy(&self, number: usize) {
+        let mut inner = lock(&self.inner);
+        if let State::Copying(block) = inner.pages[number].state {
+            inner.pages[number].state = State::Copied(block);
+            inner.settle(number);
+        }
+        self.changed.notify_all();
+    }
+
+    /// Waits until something changes; false once it is over. For who was told that a page is busy.
+    pub(super) fn wait_for_change(&self) -> bool {
+        let inner = lock(&self.inner);
+        if inner.is_over {
+            return false;
+        }
+        !self.wait(inner).is_over
+    }
+
+    pub(super) fn finish(&self) {
+        lock(&self.inner).is_over = true;
+        self.changed.notify_all();
+    }
+
+    pub(super) fn is_over(&self) -> bool {
+        lock(&self.inner).is_over
+    }
+
+    /// Whether every page may be changed at once.
+    pub(super) fn is_safe(&self) -> bool {
+        let inner = lock(&self.inner);
+        inner.is_over || inner.pages.iter().all(|page| matches!(page.state, State::Done | State::Copied(_)))
+    }
+
+    fn wait<'a>(&self, inner: MutexGuard<'a, Inner>) -> MutexGuard<'a, Inner> {
+        self.changed.wait(inner).unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
+impl Inner {
+    /// Makes a page Done when nobody needs it any more.
+    fn settle(&mut self, number: usize) {
+        let page = &mut self.pages[number];
+        if page.left != Some(0) || page.readers > 0 {
+            return;
+        }
+        match page.state {
+            State::Live | State::Done => page.state = State::Done,
+            State::Copied(block) => {
+                page.state = State::Done;
+                self.free.push(block);
+            }
+            // Settled when the copy has ended.
+            State::Copying(_) => {}
+        }
+    }
+}
+
+#[cfg(all(test, loom))]
+mod loom_tests {
+    use super::*;
+    use loom::sync::Arc;
+    use loom::sync::atomic::{AtomicUsize, Ordering::SeqCst};
+    use loom::thread;
+
+    /// Memory of as many pages as there are, and blocks. 0 is what was there at the moment of the snapshot.
+    struct World {
+        pages: Pages,
+        memory: Vec<AtomicUsize>,
+        blocks: Vec<AtomicUsize>,
+    }
+
+    impl World {
+        fn new(pages: usize, blocks: usize) -> Arc<Self> {
+            let cells = |n: usize, value: usize| (0..n).map(|_| AtomicUsize::new(value)).collect();
+            Arc::new(Self { pages: Pages::new(pages, blocks), memory: cells(pages, 0), blocks: cells(blocks, 9) })
+        }
+
+        fn save(&self) -> usize {
+            self.pages.plan(&vec![1; self.memory.len()]);
+            let mut read = 0;
+            for number in 0..self.memory.len() {
+                let found = match self.pages.begin_read(number) {
+                    Source::Live => self.memory[number].load(SeqCst),
+                    Source::Copy(block) => self.blocks[block].load(SeqCst),
+                    Source::Gone => continue,
+                };
+                assert_eq!(found, 0, "the saver sees what was there at the moment of the snapshot");
+                self.pages.end_read(number, 1);
+                read += 1;
+            }
+            read
+        }
+
+        fn step(&self) {
+            for number in 0..self.memory.len() {
+                self.copy(number, true);
+                self.memory[number].store(1, SeqCst);
+            }
+        }
+
+        fn copy(&self, number: usize, waits: bool) {
+            if let (Duty::Copy(block), _) = self.pages.begin_protect(number, waits) {
+                self.blocks[block].store(self.memory[number].load(SeqCst), SeqCst);
+                self.pages.end_copy(number);
+            }
+        }
+    }
+
+    /// With fewer blocks than pages the step waits for the saver, and both come to their end.
+    #[test]
+    fn loom_snapshot_is_of_one_moment() {
+        for blocks in [0, 1] {
+            loom::model(move || {
+                let world = World::new(2, blocks);
+                let stepping = {
+                    let world = world.clone();
+                    thread::spawn(move || world.step())
+                };
+                assert_eq!(world.save(), 2);
+                stepping.join().unwrap();
+                assert_eq!(lock(&world.pages.inner).free.len(), blocks, "every block is back");
+            });
+        }
+    }
+
+    /// A copier that runs ahead of the step takes part without harm.
+    #[test]
+    fn loom_copier_runs_ahead() {
+        loom::model(|| {
+            let world = World::new(1, 1);
+            let stepping = {
+                let world = world.clone();
+                thread::spawn(move || world.step())
+            };
+            let copying = {
+                let world = world.clone();
+                thread::spawn(move || world.copy(0, false))
+            };
+            assert_eq!(world.save(), 1);
+            stepping.join().unwrap();
+            copying.join().unwrap();
+            assert_eq!(lock(&world.pages.inner).free.len(), 1, "every block is back");
+        });
+    }
+
+    /// A save that is given up lets the step go on, wherever it waits.
+    #[test]
+    fn loom_giving_up_frees_the_step() {
+        loom::model(|| {
+            let world = World::new(2, 0);
+            let stepping = {
+                let world = world.clone();
+                thread::spawn(move || world.step())
+            };
+            world.pages.finish();
+            stepping.join().unwrap();
+            assert_eq!(world.pages.begin_read(0), Source::Gone);
+        });
+    }
+}

@@ -1,0 +1,253 @@
+"""The state of one moment, for a save that goes on beside training.
+
+Optimizer state in pinned memory is not copied here: the engine keeps it as it is, page by page, until it is written
+(see ``crates/engine/src/checkpoint/pages.rs``). Everything else is copied at once: parameters, buffers, counters.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forebay import _core
+from forebay._torch import local, state_like, stream_handle
+from forebay.optim import AdamW
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_copies: dict[int, _core.HostCopies] = {}
+_under_way: weakref.WeakSet[Snapshot] = weakref.WeakSet()
+
+
+def wait_for_live() -> None:
+    """Return when no save under way reads a model's own memory any more: before that memory goes elsewhere."""
+    for snapshot in list(_under_way):
+        snapshot.live_written.wait()
+
+
+class Snapshot:
+    """Nested state as it is now.
+
+    Parameters
+    ----------
+    state
+        The state, as DCP takes it.
+    optimizers
+        The optimizers whose state is part of it.
+    budget_bytes
+        The most host memory that copies may take; None for as much as they need, as far as there is memory.
+    """
+
+    def __init__(
+        self, state: dict[str, Any], optimizers: list[torch.optim.Optimizer], budget_bytes: int | None
+    ) -> None:
+        self.optimizers = optimizers
+        # Parameters that the budget did not allow to copy: written first, and a step waits for that.
+        self.live: list[torch.Tensor] = []
+        self.live_written = threading.Event()
+        self._hooks: list[Any] = []
+        self._held: list[Any] = []
+        engines = [one._engine for one in optimizers if isinstance(one, AdamW) and one._engine is not None]
+        pinned = _pinned(optimizers)
+        others = _leaves(state, pinned)
+        room = _room() if budget_bytes is None else budget_bytes
+        replaced = self._copy(others, room)
+        room -= sum(local(value).nbytes for value in replaced.values())
+        self.state = _rebuilt(state, replaced)
+        self.kept = [engine.snapshot(max(room, 0)) for engine in engines]
+        _under_way.add(self)
+        if self.live:
+            self._hooks = [one.register_step_pre_hook(self._wait_for_live) for one in optimizers]
+        else:
+            self.live_written.set()
+
+    def _copy(self, tensors: list[torch.Tensor], room: int) -> dict[int, torch.Tensor]:
+        replaced: dict[int, torch.Tensor] = {}
+        on_gpu: list[torch.Tensor] = []
+        # Only a step changes these; of anything else nobody knows when it changes.
+        stepped = {
+            local(parameter).data_ptr()
+            for one in self.optimizers
+            for group in one.param_groups
+            for parameter in group["params"]
+        }
+        for tensor in tensors:
+            inner = local(tensor).detach()
+            if room < inner.nbytes and inner.data_ptr() in stepped:
+                self.live.append(tensor)
+                continue
+            room -= inner.nbytes
+            gpu = on_gpu[0].device if on_gpu else inner.device
+            if inner.device.type == "cuda" and inner.is_contiguous() and inner.device == gpu:
+                on_gpu.append(tensor)
+            else:
+                replaced[id(tensor)] = _like(tensor, inner.to("cpu", copy=True))
+        if on_gpu:
+            for tensor, data in zip(on_gpu, _to_host([local(tensor) for tensor in on_gpu]), strict=True):
+                replaced[id(tensor)] = _like(tensor, data)
+        return replaced
+
+    def _wait_for_live(self, *_: Any) -> None:
+        self.live_written.wait()
+
+    def copy_ahead(self, threads: int, bytes_per_s: float | None) -> None:
+        """Copy pages aside in the background, before the next step comes."""
+        for kept in self.kept:
+            kept.copy_ahead(threads, bytes_per_s)
+
+    def stats(self) -> dict[str, float | int]:
+        """Return what it cost so far."""
+        totals = [sum(figures) for figures in zip(*(kept.stats() for kept in self.kept), strict=True)] or [0, 0, 0, 0]
+        copied, taken, stalls, stall_ns = totals
+        return {"copied_bytes": copied, "copy_memory_bytes": taken, "stalls": stalls, "stall_s": stall_ns / 1e9}
+
+    def finish(self) -> None:
+        """Keep nothing any longer."""
+        self.live_written.set()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for kept in self.kept:
+            kept.finish()
+        self.state = {}
+
+
+def _room() -> int:
+    """Return how much memory copies may take by default: three quarters of what is available."""
+    return int(_core.host_memory()[1] * 0.75)
+
+
+def _pinned(optimizers: list[torch.optim.Optimizer]) -> set[int]:
+    """Return the addresses of state that the engine keeps by itself: all but the counters."""
+    return {
+        local(value).data_ptr()
+        for one in optimizers
+        if isinstance(one, AdamW) and one._stores
+        for parameter, state in one.state.items()
+        if one._homes.get(id(parameter), (-1, 0))[0] >= 0
+        for kind, value in state.items()
+        if kind != "step" and local(value).numel()
+    }
+
+
+def _leaves(value: Any, pinned: set[int]) -> list[torch.Tensor]:
+    """Return the tensors in nested state that are not pinned."""
+    if isinstance(value, torch.Tensor):
+        return [] if local(value).data_ptr() in pinned and local(value).numel() else [value]
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in _leaves(item, pinned)]
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in _leaves(item, pinned)]
+    return []
+
+
+def _rebuilt(value: Any, replaced: dict[int, torch.Tensor]) -> Any:
+    """Return nested state with some tensors replaced, and with nothing that later changes could reach."""
+    if isinstance(value, torch.Tensor):
+        return replaced.get(id(value), value)
+    if isinstance(value, dict):
+        return {key: _rebuilt(item, replaced) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_rebuilt(item, replaced) for item in value)
+    return copy.deepcopy(value)
+
+
+def _like(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    return state_like(tensor, data)
+
+
+def _to_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy tensors of one GPU into pinned memory, at the speed of the wire."""
+    device = tensors[0].device
+    index = device.index or 0
+    if index not in _copies:
+        _copies[index] = _core.HostCopies(f"cuda:{index}")
+    with torch.cuda.device(device):
+        addresses, sizes = [tensor.data_ptr() for tensor in tensors], [tensor.nbytes for tensor in tensors]
+        views = _copies[index].fill(addresses, sizes, stream_handle(device))
+    return [
+        torch.frombuffer(view, dtype=tensor.dtype).view(tensor.shape)
+        if tensor.numel()
+        else torch.empty(tensor.shape, dtype=tensor.dtype)
+        for view, tensor in zip(views, tensors, strict=True)
+    ]
+
+
+class Handle:
+    """A save under way.
+
+    Parameters
+    ----------
+    snapshot
+        What is saved.
+    work
+        Writes and commits it.
+    total_bytes
+        How much there is to write.
+    moved
+        Counts the bytes written.
+    """
+
+    def __init__(self, snapshot: Snapshot, work: Callable[[], None], total_bytes: int, moved: _core.Moved) -> None:
+        self._snapshot = snapshot
+        self._total_bytes = total_bytes
+        self._moved = moved
+        self._error: BaseException | None = None
+        self._told = False
+        self._stats: dict[str, float | int] = {}
+        self._done = threading.Event()
+        self._start = time.perf_counter()
+        self._end: float | None = None
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self._error = error
+            finally:
+                self._stats = snapshot.stats()
+                self._end = time.perf_counter()
+                snapshot.finish()
+                self._done.set()
+
+        # Not a daemon: at exit Python waits until the save is complete.
+        self._thread = threading.Thread(target=run, name="forebay-save")
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or not."""
+        return self._done.is_set()
+
+    def seconds(self) -> float:
+        """Return how long the save has taken so far, or took in all."""
+        return (self._end or time.perf_counter()) - self._start
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait until the checkpoint is complete; raise what went wrong.
+
+        Parameters
+        ----------
+        timeout
+            Seconds to wait at most; then a ``TimeoutError``.
+        """
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"the save has not ended after {timeout} s: {self.progress()}")
+        self._thread.join()
+        self.raise_untold(again=True)
+
+    def raise_untold(self, *, again: bool = False) -> None:
+        """Raise what went wrong, unless it has been raised before."""
+        if self._error is not None and (again or not self._told):
+            self._told = True
+            raise self._error
+
+    def progress(self) -> dict[str, float | int]:
+        """Return how far it is: bytes written and to write, bytes copied aside, and how often and long steps waited."""
+        stats = self._stats if self.done() else self._snapshot.stats()
+        return {"written_bytes": self._moved.bytes(), "total_bytes": self._total_bytes, **stats}
