@@ -47,7 +47,8 @@ struct Inner {
 
 impl Inner {
     fn pinned_bytes(&self) -> u64 {
-        let state: u64 = self.stores.iter().map(|store| store.state().slab().bytes()).sum();
+        let states = self.stores.iter().map(PlacedAdamW::state);
+        let state: u64 = states.map(|state| state.slab().bytes()).sum();
         state + self.hybrid.as_ref().map_or(0, |hybrid| hybrid.lane().pinned_bytes()) + self.landing.pinned_bytes()
     }
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from adamw_helpers import (
 )
 
 import forebay
+import forebay.checkpoint
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = {"f32": (F32,), "bf16": (BF16,), "mixed": (F32, BF16, F16)}
@@ -172,3 +174,19 @@ def test_weights_written_after_a_step_are_not_overtaken(placed: dict[str, Any]) 
     optimizer.synchronize()
     assert same_bits(seen, expected[0]["param"].cuda())
     assert not bits(parameters[0]).any()
+
+
+@pytest.mark.parametrize("placed", ["host", "0.8"], indirect=True)
+def test_a_save_under_way_keeps_its_moment(device: torch.device, placed: dict[str, Any], tmp_path: Path) -> None:
+    model = torch.nn.Linear(900, 700, device=device)
+    parameters = list(model.parameters())
+    optimizer = forebay.AdamW(parameters, lr=1e-2, chunk_bytes=1 << 16, **placed)
+    train(optimizer, parameters, 2)
+    before = snapshot(optimizer, parameters)
+    save = forebay.checkpoint.async_save(tmp_path / "run", model, optimizer)
+    train(optimizer, parameters, range(2, 6))
+    save.result()
+    fresh = torch.nn.Linear(900, 700, device=device)
+    other = forebay.AdamW(fresh.parameters(), lr=1e-2)
+    forebay.checkpoint.load(tmp_path / "run", fresh, other)
+    assert_same(snapshot(other, list(fresh.parameters())), before)

@@ -18,7 +18,7 @@ pub struct HostState {
     device: SharedDevice,
     plan: Arc<StepPlan>,
     slab: Lease<Slab>,
-    /// A save under way that still needs the state as it was.
+    /// A save under way that still needs the state as it was; shared by all clones.
     snapshot: Arc<Mutex<Option<Arc<Snapshot>>>>,
 }
 
