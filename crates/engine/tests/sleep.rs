@@ -125,10 +125,9 @@ impl<'a> Rig<'a> {
 
 fn bytes_come_back_into_other_memory(on: &Subject) {
     // Slots that cut most storages and go round many times, slots that hold several, and none at all.
-    for slot_bytes in [KIB, 128 * KIB, 0] {
-        let sizes = &SIZES[..if slot_bytes == KIB { 6 } else { 9 }];
-        let rig = Rig::new(on, sizes, slot_bytes);
-        for round in 0..2 {
+    for (slot_bytes, sizes, rounds) in [(KIB, 6, 3), (128 * KIB, 9, 1), (0, 6, 3)] {
+        let rig = Rig::new(on, &SIZES[..sizes], slot_bytes);
+        for round in 0..rounds {
             rig.sleep(rig.memory(&rig.ids(), round));
             // In another order than they went.
             let order: Vec<u64> = if round == 1 { rig.ids().into_iter().rev().collect() } else { rig.ids() };
