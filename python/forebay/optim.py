@@ -299,6 +299,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _step_streamed(self, engine: _core.Engine, compute: torch.device, found: Found, scale: int) -> None:
         assert found.properties is not None
+        self._restore_ring()
         store = found.flat.store if found.whole else None
         homes = [] if store is not None else [self._homes[id(parameter)] for parameter in found.parameters]
         if store is not None:

@@ -223,13 +223,19 @@ class Sleeper:
     def _choose(self, walk: Walk, kinds: set[str]) -> Iterator[Entry]:
         """Go through the storages that are to sleep, each with its number."""
         numbers = self._numbers
+        taken: set[str] = set()
         for entry in walk.entries(on_gpu=walk.is_on_gpu(), known=self._asleep):
             if entry.kind == "gradients" and self._gradients == "drop" and "gradients" in kinds:
                 continue
             if entry.kind in kinds:
-                number = numbers.get(entry.kind + entry.name)
+                key = entry.kind + entry.name
+                while key in taken:
+                    # The parts of a wrapper have one name, and two optimizers may call their groups the same.
+                    key += "'"
+                taken.add(key)
+                number = numbers.get(key)
                 if number is None or number in self._asleep_numbers:
-                    number = self._new_number(entry)
+                    number = numbers[key] = self._next_number = self._next_number + 1
                 entry.number = number
                 yield entry
             else:
@@ -329,6 +335,9 @@ class Sleeper:
             with _no_collection():
                 for batch in self._in_order(chosen, ranks, units):
                     self._allocate(mover, batch)
+            while "optimizer" in kinds and self._rings:
+                self._rings[-1]._restore_ring()
+                self._rings.pop()
         except BaseException as error:
             try:
                 self._arrive(mover)
@@ -337,9 +346,6 @@ class Sleeper:
             left = sum(entry.size for entry in self._asleep.values())
             error.add_note(f"{left} bytes still sleep, whole; make room and call wake() again")
             raise
-        if "optimizer" in kinds:
-            while self._rings:
-                self._rings.pop()._restore_ring()
         replaced = [entry for entry in chosen if is_held(entry) is False]
         self._waking = _Waking(mover, units, begun)
         if not lazy or not chosen:
@@ -558,12 +564,6 @@ class Sleeper:
             return None
         others = sum(other.pinned_bytes() for other in self._slabs.values() if other is not slabs)
         return max(self._budget - others, 0)
-
-    def _new_number(self, entry: Entry) -> int:
-        """Return a number for a name that has none, or under whose number something sleeps."""
-        self._next_number += 1
-        self._numbers[entry.kind + entry.name] = self._next_number
-        return self._next_number
 
     def _refuse_capture(self) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():

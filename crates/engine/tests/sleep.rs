@@ -46,14 +46,15 @@ struct Rig<'a> {
 
 fn bytes(seed: u64, len: u64) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    (0..len)
-        .map(|_| {
-            state ^= state << 13;
-            state ^= state >> 7;
-            state ^= state << 17;
-            state as u8
-        })
-        .collect()
+    let mut found = Vec::with_capacity(len as usize + 8);
+    while found.len() < len as usize {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        found.extend(state.to_ne_bytes());
+    }
+    found.truncate(len as usize);
+    found
 }
 
 impl<'a> Rig<'a> {
@@ -124,10 +125,9 @@ impl<'a> Rig<'a> {
 
 fn bytes_come_back_into_other_memory(on: &Subject) {
     // Slots that cut most storages and go round many times, slots that hold several, and none at all.
-    for slot_bytes in [KIB, 128 * KIB, 0] {
-        let sizes = if slot_bytes == KIB { &SIZES[..6] } else { &SIZES[..] };
-        let rig = Rig::new(on, sizes, slot_bytes);
-        for round in 0..3 {
+    for (slot_bytes, sizes, rounds) in [(KIB, 6, 3), (128 * KIB, 9, 1), (0, 6, 3)] {
+        let rig = Rig::new(on, &SIZES[..sizes], slot_bytes);
+        for round in 0..rounds {
             rig.sleep(rig.memory(&rig.ids(), round));
             // In another order than they went.
             let order: Vec<u64> = if round == 1 { rig.ids().into_iter().rev().collect() } else { rig.ids() };

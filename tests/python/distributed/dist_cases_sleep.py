@@ -5,7 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from dist_models import STEPS, adamw, assert_same_bits, backward, groups, inner, make, parameters_of, shard, state_of
+import torch.distributed as dist
+from dist_models import (
+    STEPS,
+    adamw,
+    assert_same_bits,
+    backward,
+    groups,
+    inner,
+    loss,
+    make,
+    parameters_of,
+    shard,
+    state_of,
+)
 from dist_registry import case
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -35,6 +48,9 @@ def compare(which: str, *, lazy: bool, **fsdp: Any) -> None:
             backward(net, step)
             optimizer.step()
             optimizer.zero_grad()
+            with torch.no_grad():
+                # Leaves parameters gathered where they are kept after forward.
+                loss(net, step, dist.get_rank())
         sleeper.sleep()
         assert all(map(is_empty, slept.parameters()))
         for use in (lambda: backward(slept, 0), optimizers[0].step, slept.state_dict):

@@ -6,7 +6,7 @@ import os
 
 import pytest
 import torch
-from sleep_helpers import Net, assert_same, bits, is_empty, needs_cuda, snapshot, train
+from sleep_helpers import Net, assert_same, batch, bits, is_empty, needs_cuda, snapshot, train
 from torch import nn
 
 import forebay
@@ -214,6 +214,33 @@ def test_streamed_state_is_on_the_host_and_its_ring_goes(device: torch.device) -
     with forebay.Sleeper(optimizer=optimizer).asleep(), pytest.raises(forebay.AsleepError):
         optimizer.step()
     train(model, optimizer, device, 1)
+
+
+def test_a_ring_that_could_not_be_made_again_is_made_by_the_step(device: torch.device, monkeypatch) -> None:
+    model, plain = Net(device), Net(device)
+    optimizer, reference = (forebay.AdamW(net.parameters(), lr=1e-2) for net in (model, plain))
+    train(plain, reference, device, 2)
+    train(model, optimizer, device, 1)
+    sleeper = forebay.Sleeper(model, optimizer)
+    sleeper.sleep()
+    with monkeypatch.context() as patch:
+        patch.setattr(forebay.AdamW, "_open_ring", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("full")))
+        with pytest.raises(torch.OutOfMemoryError):
+            sleeper.wake()
+        with pytest.raises(forebay.AsleepError):
+            optimizer.step()
+    sleeper.wake()
+    for step in (1,):
+        model(batch(device, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(snapshot(plain, reference), snapshot(model, optimizer))
+    # Even where somebody else took it away, a step never passes over the state in silence.
+    optimizer._release_ring()
+    before = snapshot(model)
+    train(model, optimizer, device, 1)
+    assert any(not torch.equal(a, b) for a, b in zip(before, snapshot(model), strict=True))
+    assert optimizer.stats()["chunks"] > 0
 
 
 def test_masters_that_are_still_to_be_made_are_made_before_the_weights_sleep(device: torch.device) -> None:

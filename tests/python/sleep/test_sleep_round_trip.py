@@ -177,6 +177,37 @@ def test_state_wherever_it_is_kept(device: torch.device) -> None:
     assert_same(before, [bits(tensor) for tensor in everything])
 
 
+def test_wrappers_sleep_by_their_parts(device: torch.device) -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    model = nn.Module()
+    model.register_buffer(
+        "pair", TwoTensor(torch.full((30,), 1.0, device=device), torch.full((30,), 2.0, device=device))
+    )
+    model.register_buffer(
+        "other", TwoTensor(torch.full((9,), 3.0, device=device), torch.full((9,), 4.0, device=device))
+    )
+    sleeper = forebay.Sleeper(model)
+    for _ in range(2):
+        with sleeper.asleep():
+            assert all(is_empty(part) for pair in (model.pair, model.other) for part in (pair.a, pair.b))
+            assert sleeper.stats()["bytes"] == 2 * 120 + 2 * 36
+        parts = [model.pair.a, model.pair.b, model.other.a, model.other.b]
+        assert [part.unique().tolist() for part in parts] == [[1.0], [2.0], [3.0], [4.0]]
+
+
+def test_optimizers_that_call_their_groups_the_same(device: torch.device) -> None:
+    model = nn.Linear(2, 2, device=device)
+    weights = [torch.full((n,), float(n), device=device, requires_grad=True) for n in (40, 50)]
+    optimizers = [torch.optim.SGD([weight], lr=0.1) for weight in weights]
+    for weight in weights:
+        weight.grad = weight.detach() * 2
+    with forebay.Sleeper(model, optimizers, gradients="keep").asleep():
+        assert all(is_empty(weight) and is_empty(weight.grad) for weight in weights)
+    assert [weight.unique().item() for weight in weights] == [40, 50]
+    assert [weight.grad.unique().item() for weight in weights] == [80, 100]
+
+
 def test_parameters_of_a_model_that_was_not_given_stay(device: torch.device) -> None:
     model = nn.Linear(4, 4, device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
