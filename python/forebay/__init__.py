@@ -21,9 +21,11 @@ from forebay.errors import (
 from forebay.measure import backends, bench_step, probe
 
 if TYPE_CHECKING:
+    from forebay.activations import ActivationOffload, offload_activations, save_on_host
     from forebay.optim import AdamW
 
 __all__ = [
+    "ActivationOffload",
     "AdamW",
     "DeviceError",
     "Error",
@@ -35,7 +37,9 @@ __all__ = [
     "backends",
     "bench_step",
     "errors",
+    "offload_activations",
     "probe",
+    "save_on_host",
     "version",
 ]
 
@@ -47,4 +51,8 @@ def __getattr__(name: str) -> Any:
         from forebay.optim import AdamW
 
         return AdamW
+    if name in ("ActivationOffload", "offload_activations", "save_on_host"):
+        from forebay import activations
+
+        return getattr(activations, name)
     raise AttributeError(f"module 'forebay' has no attribute {name!r}")

@@ -6,6 +6,7 @@
 //! - [`pool`] pins slabs and allocates rings: once, exact, counted.
 //! - [`pipeline`] moves chunks through the ring: fetch, update, store.
 //! - [`step`] is the streamed AdamW step on top of it; its inner loop is [`step::StreamedAdamW::step`].
+//! - [`activations`] moves saved tensors out under the forward pass and back under the backward pass.
 //! - [`trace`] says what happened when.
 //! - [`measure`] finds out what the machine can do, and how much of it the step uses.
 //!
@@ -14,6 +15,7 @@
 //! distribution belongs to PyTorch; the engine sees one rank's shard.
 #![forbid(unsafe_code)]
 
+pub mod activations;
 pub mod error;
 pub mod measure;
 pub mod pipeline;

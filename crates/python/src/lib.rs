@@ -7,6 +7,7 @@
 //! `python/forebay/_core.pyi` is generated from this crate (`make stubs`). For that the module has to be this inline
 //! `mod`, and every type in a signature has to be one that PyO3 can name.
 
+mod activations;
 mod error;
 mod guard;
 mod measure;
@@ -20,6 +21,8 @@ mod torch;
 mod _core {
     use pyo3::prelude::*;
 
+    #[pymodule_export]
+    use crate::activations::Activations;
     #[pymodule_export]
     use crate::measure::{backends, bench_step, probe};
     #[pymodule_export]
