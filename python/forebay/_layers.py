@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _CALL = "_compiled_call_impl"
 """The attribute through which ``Module.__call__`` can be led elsewhere, from outside compiled code and hooks."""
+_CPU = torch.device("cpu")
 _CHECKPOINT = "_gradient_checkpointing_func"
 """Where models of transformers keep the function that recomputes a layer."""
 
@@ -87,15 +88,6 @@ def find_layers(model: torch.nn.Module, layers: Any) -> list[torch.nn.Module]:
     return found
 
 
-def device_of(layers: Iterable[torch.nn.Module]) -> torch.device:
-    """Return the device that the layers are on, or the first of several."""
-    tensors = (tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers()))
-    device = next((local(tensor).device for tensor in tensors), torch.device("cpu"))
-    if device.type not in ("cpu", "cuda"):
-        raise OptionError(f"the layers are on {device}; move the model to a GPU or the CPU first")
-    return device
-
-
 def _inside_checkpoint() -> bool:
     """Whether a checkpoint of torch's own has its hooks in place: ours on top of them would stop its recomputation."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(False)
@@ -122,6 +114,7 @@ class Layer:
         self.has_checkpoint = hasattr(module, "gradient_checkpointing")
         self.previous_checkpoint: tuple[Any, bool] | None = None
         self.fixed: set[int] | None = None
+        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
         self.warned = False
 
     def install(self) -> None:
@@ -149,7 +142,7 @@ class Layer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the layer, offloading what it saves."""
-        if _stay_out():
+        if _stay_out() or not self.is_ready():
             return self.inner(*args, **kwargs)
         if _inside_checkpoint():
             self.warn_inside()
@@ -174,19 +167,20 @@ class Layer:
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Offload what is saved inside."""
-        engine = self.saver.engine(self.device())
+        engine = self.saver.engine(self.device)
         self.fixed = None
         engine.core.enter(self.number, engine.stream())
         with saved_tensors_hooks(self.pack, self.saver.unpack):
             yield
         engine.core.leave(engine.stream())
 
-    def device(self) -> torch.device:
-        """Return where the layer is."""
+    def is_ready(self) -> bool:
+        """Find out where the layer is; whether that is a GPU or the CPU."""
         parameter = next(self.module.parameters(), None)
-        if parameter is None:
-            return next(iter(self.saver.engines))
-        return local(parameter).device
+        if parameter is not None:
+            self.device = local(parameter).device
+        self.saver.devices = self.device.type
+        return self.device.type in ("cuda", "cpu")
 
     def pack(self, tensor: torch.Tensor) -> Saved | Stay:
         """Take a tensor that the layer saves."""
@@ -202,17 +196,25 @@ class Layer:
         return self.fixed
 
 
+def _same(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
 class Recomputed:
     """Stands before a checkpoint function of transformers, so that hooks are outside the checkpoint, not inside."""
 
     def __init__(self, function: Callable[..., Any], layers: dict[int, Layer]) -> None:
         self.function, self.layers = function, layers
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the model is not offloaded.
+        return (_same, (self.function,))
+
     def __call__(self, call: Any, *args: Any, **kwargs: Any) -> Any:
         """Recompute a layer, offloading its inputs."""
         owner = getattr(getattr(call, "func", call), "__self__", None)
         layer = self.layers.get(id(owner))
-        if layer is None or _stay_out() or _inside_checkpoint():
+        if layer is None or _stay_out() or _inside_checkpoint() or not layer.is_ready():
             return self.function(call, *args, **kwargs)
         with layer.entered():
             return self.function(call, *args, **kwargs)

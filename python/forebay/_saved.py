@@ -44,6 +44,16 @@ class Stay:
         # Detached: an output that held itself through its own graph would never be freed.
         self.tensor, self.version = tensor.detach(), tensor._version
 
+    @property
+    def type(self) -> str:
+        """What autograd calls a tensor of this kind."""
+        return str(self.tensor.type())
+
+    @property
+    def shape(self) -> torch.Size:
+        """Its shape."""
+        return self.tensor.shape
+
 
 class Saved:
     """A saved tensor on the engine's tape; it lives as long as autograd may ask for it."""
@@ -58,7 +68,13 @@ class Saved:
     def __init__(self, engine: Engine, tensor: torch.Tensor, save: int, entry: int) -> None:
         self.engine, self.save, self.entry = engine, save, entry
         self.counter, self.version = counter_of(tensor), tensor._version
+        self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride()
         self.kept = None
+
+    @property
+    def type(self) -> str:
+        """What autograd calls a tensor of this kind."""
+        return str(torch.empty(0, dtype=self.dtype, device=self.engine.device).type())
 
     def __del__(self) -> None:
         self.engine.release(self.save)
@@ -78,12 +94,12 @@ def counter_of(tensor: torch.Tensor) -> torch.Tensor:
     return counter
 
 
-def check_version(tensor: torch.Tensor, version: int, expected: int) -> None:
+def check_version(version: int, packed: Saved | Stay) -> None:
     """Raise what autograd raises for a tensor that was changed between saving and use."""
-    if version != expected:
+    if version != packed.version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(tensor.shape)}] is at version {version}; expected version {expected} instead. "
+            f"[{packed.type} {list(packed.shape)}] is at version {version}; expected version {packed.version} instead. "
             "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
             "torch.autograd.set_detect_anomaly(True)."
         )
@@ -128,7 +144,6 @@ class Engine:
         )
         saved = Saved(self, tensor, save, entry)
         if leaves:
-            saved.dtype, saved.shape, saved.stride = tensor.dtype, tensor.shape, tensor.stride()
             saved.offset = tensor.storage_offset() - start // tensor.element_size()
         else:
             saved.kept = tensor.detach()
@@ -181,7 +196,8 @@ class Engine:
 class Saver:
     """Packs and unpacks for one set of options, on as many devices as tensors are found on."""
 
-    def __init__(self, devices: str, min_bytes: int, open_core: Callable[[torch.device], Activations]) -> None:
+    def __init__(self, devices: str | None, min_bytes: int, open_core: Callable[[torch.device], Activations]) -> None:
+        # The type of device whose tensors are offloaded; that of the layers, where there are any.
         self.devices, self.min_bytes, self.open_core = devices, min_bytes, open_core
         self.engines: dict[torch.device, Engine] = {}
         self.warned = False
@@ -227,12 +243,10 @@ class Saver:
     def unpack(self, packed: Saved | Stay) -> torch.Tensor:
         """Give it back, unchanged or not at all."""
         if isinstance(packed, Stay):
-            tensor = packed.tensor
-            check_version(tensor, tensor._version, packed.version)
-        else:
-            tensor = packed.engine.load(packed)
-            check_version(tensor, packed.counter._version, packed.version)
-        return tensor
+            check_version(packed.tensor._version, packed)
+            return packed.tensor
+        check_version(packed.counter._version, packed)
+        return packed.engine.load(packed)
 
     def stats(self) -> dict[str, float]:
         """Return sums over all devices."""

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from forebay import _saved
-from forebay._layers import Layer, device_of, find_layers, wrap_checkpoints
+from forebay._layers import Layer, find_layers, wrap_checkpoints
 from forebay._saved import Saver
 from forebay.errors import OptionError
 
@@ -88,7 +88,7 @@ class ActivationOffload:
         Worth its while where several ranks run collectives: pinning in the middle of them takes time at a bad moment.
         """
         wanted = _whole("pinned_bytes", pinned_bytes, 0) or 0
-        for device in dict.fromkeys(layer.device() for layer in self._layers):
+        for device in dict.fromkeys(layer.device for layer in self._layers if layer.is_ready()):
             self._saver.engine(device).core.reserve(wanted)
 
     def remove(self) -> None:
@@ -171,8 +171,7 @@ def offload_activations(
                 f"layer {number}, a {type(module).__name__}, is offloaded already; "
                 "call remove() of the first offload_activations, or pass other layers"
             )
-    device = device_of(found)
-    saver = Saver(device.type, least, lambda where: _saved.open_engine(where, share, in_flight, budget))
+    saver = Saver(None, least, lambda where: _saved.open_engine(where, share, in_flight, budget))
     if share == 0.0 and not recompute:
         return ActivationOffload(saver, [], [])
     wrapped = [

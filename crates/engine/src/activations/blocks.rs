@@ -3,7 +3,7 @@
 //! A forward pass takes blocks and its backward pass gives them back, so between steps every slab is one free range
 //! again, however the sequence lengths vary. A block is taken from the first range that is large enough, lowest slab
 //! first: small tensors fill the ends that large ones leave. A new slab is pinned only when no range is large enough,
-//! and never beyond the budget; a slab is kept until the pool goes.
+//! and never beyond the budget. Slabs that many passes in a row had no use for are given back.
 //!
 //! A block may be given back while a fetch still reads it. The range then remembers that fetch, and the next store into
 //! it waits for the fetch on the device. Fetches end in the order in which their lane ran them, so of two ranges that
@@ -12,7 +12,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use forebay_device::{Error as DeviceError, Region, Slab};
+use forebay_device::{Error as DeviceError, Region, Slab, SlabLayout};
 
 use super::marks::Mark;
 use crate::error::{Error, Result};
@@ -25,6 +25,9 @@ const SMALL_SLAB_BLOCKS: u64 = 16;
 const SMALL_SLAB_BYTES: u64 = 64 << 20;
 /// And a quarter of what is pinned already, up to this.
 const LARGE_SLAB_BYTES: u64 = 4 << 30;
+
+/// Passes that are looked at together before a slab is given back.
+const PASSES_TO_LOOK: u32 = 8;
 
 /// The end of the last fetch that reads a range.
 type Reader = Arc<Mark>;
@@ -47,6 +50,14 @@ struct Space {
     slab: Lease<Slab>,
     /// Free ranges by offset; no two touch.
     gaps: BTreeMap<u64, Gap>,
+}
+
+impl Space {
+    /// Whether no block of it is out.
+    fn is_whole(&self) -> bool {
+        let whole = self.slab.layout().part(0).map_or(0, |(_, bytes)| bytes / GRAIN_BYTES * GRAIN_BYTES);
+        self.gaps.get(&0).is_some_and(|gap| gap.bytes == whole)
+    }
 }
 
 /// A range of pinned memory, taken until it is given back.
@@ -77,16 +88,29 @@ pub struct Exhausted {
 pub(crate) struct Blocks {
     pool: Arc<Pool>,
     budget_bytes: Option<u64>,
-    spaces: Vec<Space>,
+    /// A place stays empty when its slab is given back: blocks know their slab by its place.
+    spaces: Vec<Option<Space>>,
     pinned_bytes: u64,
     taken_bytes: u64,
     /// The most that was taken at once.
     pub(crate) peak_bytes: u64,
+    /// The same in the passes that are looked at now, and their number.
+    recent_bytes: u64,
+    passes: u32,
 }
 
 impl Blocks {
     pub(crate) fn new(pool: Arc<Pool>, budget_bytes: Option<u64>) -> Self {
-        Self { pool, budget_bytes, spaces: Vec::new(), pinned_bytes: 0, taken_bytes: 0, peak_bytes: 0 }
+        Self {
+            pool,
+            budget_bytes,
+            spaces: Vec::new(),
+            pinned_bytes: 0,
+            taken_bytes: 0,
+            peak_bytes: 0,
+            recent_bytes: 0,
+            passes: 0,
+        }
     }
 
     /// Bytes pinned, taken or not.
@@ -126,7 +150,8 @@ impl Blocks {
         self.taken_bytes -= block.bytes;
         // A block that was never written still has the reader of the range it came from.
         let mut reader = later(reader, block.reader);
-        let gaps = &mut self.spaces[block.slab].gaps;
+        let Some(Some(space)) = self.spaces.get_mut(block.slab) else { return };
+        let gaps = &mut space.gaps;
         let (mut offset, mut bytes) = (block.offset, block.bytes);
         if let Some((&before, gap)) = gaps.range(..offset).next_back()
             && before + gap.bytes == offset
@@ -161,6 +186,7 @@ impl Blocks {
 
     fn take_from_gap(&mut self, bytes: u64, wanted: u64) -> Result<Option<Block>> {
         for (index, space) in self.spaces.iter_mut().enumerate() {
+            let Some(space) = space else { continue };
             let found = space.gaps.iter().find(|(_, gap)| gap.bytes >= wanted).map(|(&offset, _)| offset);
             let Some(offset) = found else { continue };
             let region = space.slab.part(0)?.slice(offset, bytes)?;
@@ -171,6 +197,7 @@ impl Blocks {
             }
             self.taken_bytes += wanted;
             self.peak_bytes = self.peak_bytes.max(self.taken_bytes);
+            self.recent_bytes = self.recent_bytes.max(self.taken_bytes);
             return Ok(Some(Block { slab: index, offset, bytes: wanted, region, reader: gap.reader }));
         }
         Ok(None)
@@ -182,6 +209,9 @@ impl Blocks {
         let generous =
             (wanted * SMALL_SLAB_BLOCKS).min(SMALL_SLAB_BYTES).max((self.pinned_bytes / 4).min(LARGE_SLAB_BYTES));
         let exhausted = |reason| Exhausted { requested_bytes: wanted, pinned_bytes: self.pinned_bytes, reason };
+        // A slab is whole pages, and so is what a budget allows.
+        let page = SlabLayout::new(&[1])?.bytes();
+        let left = left / page * page;
         if wanted > left {
             let budget_bytes = self.budget_bytes.unwrap_or_default();
             return Ok(Err(exhausted(format!("the budget is {budget_bytes} bytes"))));
@@ -208,17 +238,39 @@ impl Blocks {
         // A slab ends with its page; the part asked for is what the gaps cover.
         self.pinned_bytes += slab.bytes();
         let gaps = BTreeMap::from([(0, Gap { bytes: bytes / GRAIN_BYTES * GRAIN_BYTES, reader: None })]);
-        self.spaces.push(Space { slab, gaps });
+        let space = Some(Space { slab, gaps });
+        match self.spaces.iter_mut().find(|space| space.is_none()) {
+            Some(place) => *place = space,
+            None => self.spaces.push(space),
+        }
         Ok(())
+    }
+
+    /// A pass begins. Returns slabs that nobody has needed for a while, for the caller to drop where waiting for the
+    /// device does no harm: half as much again as was taken at most stays.
+    pub(crate) fn begin_pass(&mut self) -> Vec<Lease<Slab>> {
+        self.passes += 1;
+        if self.passes < PASSES_TO_LOOK {
+            return Vec::new();
+        }
+        let enough = self.recent_bytes + self.recent_bytes / 2;
+        (self.passes, self.recent_bytes) = (0, self.taken_bytes);
+        let mut spare = Vec::new();
+        // From the top: blocks are taken from the lowest slabs first.
+        for place in self.spaces.iter_mut().rev() {
+            let Some(space) = place else { continue };
+            if space.is_whole() && self.pinned_bytes - space.slab.bytes() >= enough {
+                self.pinned_bytes -= space.slab.bytes();
+                spare.extend(place.take().map(|space| space.slab));
+            }
+        }
+        spare
     }
 
     /// Whether every slab is one free range again.
     #[cfg(test)]
     fn is_whole(&self) -> bool {
-        self.spaces.iter().all(|space| {
-            let whole = space.slab.part(0).unwrap().bytes() / GRAIN_BYTES * GRAIN_BYTES;
-            space.gaps.len() == 1 && space.gaps.get(&0).is_some_and(|gap| gap.bytes == whole)
-        })
+        self.spaces.iter().flatten().all(Space::is_whole)
     }
 }
 
@@ -305,6 +357,28 @@ mod tests {
         assert_eq!(both.reader.as_ref().map(|reader| reader.order()), Some(7));
         let fresh = blocks.take(1000).unwrap().unwrap();
         assert!(fresh.reader.is_none() || fresh.reader.as_ref().is_some_and(|reader| reader.order() == 7));
+    }
+
+    #[test]
+    fn slabs_that_passes_have_no_use_for_are_given_back() {
+        let mut blocks = blocks(None);
+        let mut pass = |sizes: &[u64]| {
+            let spare = blocks.begin_pass();
+            let held: Vec<Block> = sizes.iter().map(|&b| blocks.take(b).unwrap().unwrap()).collect();
+            held.into_iter().for_each(|block| blocks.give(block, None));
+            (blocks.pinned_bytes(), spare.len())
+        };
+        let (long, _) = pass(&[40 << 20; 8]);
+        // Long and short in turn: the long ones are wanted again.
+        for _ in 0..3 * PASSES_TO_LOOK {
+            pass(&[40 << 20; 8]);
+            assert_eq!(pass(&[1 << 20]).0, long);
+        }
+        let given: usize = (0..2 * PASSES_TO_LOOK).map(|_| pass(&[1 << 20; 8]).1).sum();
+        let (short, _) = pass(&[1 << 20; 8]);
+        assert!(given > 0 && short < long, "{given} slabs, {long} bytes before and {short} after");
+        assert!(short >= 8 << 20);
+        assert!(pass(&[40 << 20; 8]).0 >= 8 * (40 << 20), "and pinned again when they are wanted");
     }
 
     #[test]

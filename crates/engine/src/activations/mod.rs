@@ -236,6 +236,11 @@ impl Offload {
         if state.tape.enter(layer, first) {
             self.learn(state)?;
             state.clock.begin(state.tape.pass());
+            let spare = state.blocks.begin_pass();
+            if !spare.is_empty() {
+                // Giving memory back waits for the device: not on the thread that feeds it.
+                let _ = std::thread::Builder::new().name("forebay-unpin".to_owned()).spawn(move || drop(spare));
+            }
         }
         state.layer = layer;
         let mark = state.clock.mark(&compute.stream)?;
@@ -353,7 +358,7 @@ impl Offload {
         let wait = self.join(&state.clock, &self.store, body.store, &body.stored, &body.compute)?;
         body.left = true;
         if let Some((begin, end)) = wait {
-            state.clock.stalled(begin, end, state.layer, body.pass, Half::Forward);
+            state.clock.stalled(begin, end, state.layer, body.pass, Half::Forward)?;
         }
         Ok(())
     }
@@ -429,7 +434,7 @@ impl Offload {
         let wait = self.join(&state.clock, &self.fetch, fetch.ticket, &fetch.done, compute)?;
         fetch.joined = true;
         if let Some((begin, end)) = wait {
-            state.clock.stalled(begin, end, body.layer, body.pass, Half::Backward);
+            state.clock.stalled(begin, end, body.layer, body.pass, Half::Backward)?;
         }
         state.tape.arrived(entry);
         Ok(())

@@ -328,3 +328,179 @@ impl Tape {
         }
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn key(storage: u64, bytes: u64) -> Key {
+        Key { storage, addr: storage << 20, start_bytes: 0, bytes, version: 0 }
+    }
+
+    /// Saves tensors of these sizes and lets go of what is due.
+    fn save_all(tape: &mut Tape, sizes: &[u64]) -> Vec<Saved> {
+        let first = tape.next;
+        let saved = sizes.iter().zip(first..).map(|(&bytes, storage)| {
+            let saved = tape.save(key(storage, bytes), true, true);
+            while tape.due().is_some() {}
+            saved
+        });
+        saved.collect()
+    }
+
+    #[test]
+    fn a_source_is_let_go_a_window_after_it_was_saved() {
+        let mut tape = Tape::new(Some(100), 1.0);
+        let saved = save_all(&mut tape, &[40, 40, 40, 40]);
+        let places: Vec<_> = saved.iter().map(|saved| tape.place(saved.entry).unwrap()).collect();
+        assert_eq!(places, [Place::Host, Place::Host, Place::Leaving, Place::Leaving]);
+        let kept = tape.save(key(9, 60), false, true);
+        assert!(!kept.offload);
+        assert_eq!(tape.due(), Some(saved[2].entry), "kept bytes move the window too");
+        assert_eq!(tape.due(), None);
+    }
+
+    #[test]
+    fn uses_in_reverse_order_find_everything_fetched_ahead() {
+        let mut tape = Tape::new(Some(100), 1.0);
+        let saved = save_all(&mut tape, &[40; 6]);
+        let mut on_demand = Vec::new();
+        for one in saved.iter().rev() {
+            let opened = tape.open(one.save).unwrap();
+            if opened.place == Place::Host {
+                on_demand.push(one.entry);
+            }
+            if opened.place != Place::Leaving {
+                tape.arrived(opened.entry);
+                tape.let_go(opened.entry);
+            }
+            tape.release(one.save);
+        }
+        assert_eq!(on_demand, [], "the last ones were still there, the others came in time");
+    }
+
+    #[test]
+    fn a_shared_entry_is_held_for_its_next_use_and_fetched_once() {
+        let mut tape = Tape::new(Some(1000), 1.0);
+        tape.enter(0, true);
+        let shared = key(77, 50);
+        let mut saves = Vec::new();
+        for layer in 0..3 {
+            tape.enter(layer, false);
+            saves.push(tape.save(shared, true, true));
+            saves.extend(save_all(&mut tape, &[600]));
+            tape.leave();
+        }
+        save_all(&mut tape, &[2000]);
+        assert_eq!((saves[0].entry, saves[2].new), (saves[4].entry, false));
+        let last = tape.open(saves[4].save).unwrap();
+        assert_eq!((last.place, last.hold), (Place::Host, true), "the layer before wants it within a window");
+        tape.arrived(last.entry);
+        let middle = tape.open(saves[2].save).unwrap();
+        assert_eq!((middle.place, middle.hold), (Place::Here, true));
+        assert!(!tape.open(saves[0].save).unwrap().hold);
+    }
+
+    #[test]
+    fn versions_storages_and_ranges_are_told_apart() {
+        let mut tape = Tape::new(None, 1.0);
+        let first = key(1, 64);
+        let same = tape.save(first, true, true).entry;
+        assert_eq!(tape.save(first, true, true).entry, same);
+        for other in [
+            Key { version: 1, ..first },
+            Key { storage: 2, ..first },
+            Key { addr: 5, ..first },
+            Key { start_bytes: 64, ..first },
+        ] {
+            assert_ne!(tape.save(other, true, true).entry, same, "{other:?}");
+        }
+    }
+
+    #[test]
+    fn nothing_is_fetched_ahead_from_another_pass() {
+        let mut tape = Tape::new(Some(100), 1.0);
+        tape.enter(0, true);
+        let first = save_all(&mut tape, &[40, 40, 40]);
+        tape.enter(1, false);
+        assert!(!tape.enter(1, false), "a layer that is called again stays in its pass");
+        assert!(tape.enter(0, false), "the first layer again begins a pass");
+        let second = save_all(&mut tape, &[40, 40, 40, 40]);
+        assert_eq!(tape.open(second[0].save).unwrap().ahead, []);
+        assert_eq!(tape.open(first[2].save).unwrap().ahead, [first[1].entry, first[0].entry]);
+    }
+
+    #[test]
+    fn the_window_follows_the_largest_layer() {
+        let mut tape = Tape::new(None, 1.0);
+        tape.enter(0, true);
+        save_all(&mut tape, &[10, 30]);
+        assert_eq!(tape.window(), 120, "four of the largest tensor, before a layer has ended");
+        tape.leave();
+        assert_eq!(tape.window(), 40);
+    }
+
+    #[test]
+    fn what_is_not_counted_takes_no_room() {
+        let mut tape = Tape::new(Some(50), 1.0);
+        let input = save_all(&mut tape, &[40])[0];
+        let marks: Vec<_> = (10..20).map(|storage| tape.save(key(storage, 500), false, false)).collect();
+        assert_eq!((tape.due(), tape.place(input.entry)), (None, Some(Place::Leaving)));
+        assert_eq!(tape.open(marks[9].save).unwrap().place, Place::Kept);
+    }
+
+    proptest! {
+        /// The fraction holds to within one tensor, at any point of a pass, and its ends are exact.
+        #[test]
+        fn the_fraction_of_bytes_leaves(sizes in prop::collection::vec(1u64..1000, 1..200), fraction in 0.0f64..1.0) {
+            for share in [fraction, 0.0, 1.0] {
+                let mut tape = Tape::new(None, share);
+                let (mut seen, mut left) = (0u64, 0u64);
+                for (i, &bytes) in sizes.iter().enumerate() {
+                    seen += bytes;
+                    left += if tape.save(key(i as u64, bytes), true, true).offload { bytes } else { 0 };
+                    let wanted = seen as f64 * share;
+                    prop_assert!(left as f64 <= wanted + 1e-3, "{left} of {seen} at {share}");
+                    prop_assert!(left as f64 > wanted - 1000.0 - 1e-3, "{left} of {seen} at {share}");
+                }
+                prop_assert!(share != 1.0 || left == seen);
+                prop_assert!(share != 0.0 || left == 0);
+            }
+        }
+
+        /// Whatever is saved and used in whatever order: never more than a window on its way out, never more than a
+        /// window fetched ahead at once, every use is told where its bytes are, and nothing is left over.
+        #[test]
+        fn any_order_keeps_the_window(
+            sizes in prop::collection::vec(1u64..100, 1..60),
+            window in 1u64..400,
+            picks in prop::collection::vec(any::<prop::sample::Index>(), 0..120),
+        ) {
+            let mut tape = Tape::new(Some(window), 1.0);
+            let saved = save_all(&mut tape, &sizes);
+            let out: u64 = tape.leaving.iter().map(|&entry| tape.bytes(entry)).sum();
+            prop_assert!(out <= window);
+            for pick in &picks {
+                let one = saved[pick.index(saved.len())];
+                let opened = tape.open(one.save).unwrap();
+                prop_assert_eq!(opened.entry, one.entry);
+                prop_assert!(opened.ahead.iter().map(|&entry| tape.bytes(entry)).sum::<u64>() <= window);
+                prop_assert!(opened.ahead.iter().all(|&entry| tape.place(entry) == Some(Place::Arriving)));
+                prop_assert!(!opened.ahead.contains(&one.entry));
+                if !matches!(opened.place, Place::Kept | Place::Leaving) {
+                    tape.arrived(one.entry);
+                    if !opened.hold {
+                        tape.let_go(one.entry);
+                    }
+                }
+            }
+            for one in &saved {
+                prop_assert!(tape.release(one.save).is_some());
+                prop_assert!(tape.release(one.save).is_none(), "once only");
+            }
+            prop_assert!(tape.entries.is_empty() && tape.known.is_empty() && tape.saves.is_empty());
+            prop_assert!(tape.leaving.is_empty());
+        }
+    }
+}
