@@ -58,7 +58,7 @@ class Stay:
 class Saved:
     """A saved tensor on the engine's tape; it lives as long as autograd may ask for it."""
 
-    __slots__ = ("counter", "dtype", "engine", "entry", "kept", "offset", "save", "shape", "stride", "version")
+    __slots__ = ("counter", "dtype", "engine", "entry", "kept", "offset", "save", "shape", "start", "stride", "version")
 
     counter: torch.Tensor
     """Shares the tensor's version counter, and nothing else: see ``counter_of``."""
@@ -101,7 +101,7 @@ def check_version(version: int, packed: Saved | Stay) -> None:
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"[{packed.type} {list(packed.shape)}] is at version {version}; expected version {packed.version} instead. "
             "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
-            "torch.autograd.set_detect_anomaly(True)."
+            "torch.autograd.set_detect_anomaly(True, check_nan=False)."
         )
 
 
@@ -139,12 +139,13 @@ class Engine:
         # All of a storage travels if most of it is used, so that its other views find it; else the part that is.
         if 2 * length >= storage.nbytes():
             start, length = 0, storage.nbytes()
-        save, entry, new, leaves, dropped, reason = self.core.save(
-            storage._cdata, storage.data_ptr(), start, length, tensor._version, may_leave, counted, self.stream()
+        address, size, version = storage.data_ptr(), storage.nbytes(), tensor._version
+        save, entry, start, new, leaves, dropped, reason = self.core.save(
+            storage._cdata, size, address, start, length, version, may_leave, counted, self.stream()
         )
         saved = Saved(self, tensor, save, entry)
         if leaves:
-            saved.offset = tensor.storage_offset() - start // tensor.element_size()
+            saved.offset, saved.start = tensor.storage_offset(), start // tensor.element_size()
         else:
             saved.kept = tensor.detach()
         if new:
@@ -167,7 +168,9 @@ class Engine:
             if place != ON_DEVICE:
                 self.core.ready(entry, stream)
             tensor = torch.empty(0, dtype=saved.dtype, device=self.device)
-            tensor.set_(self.held[entry], saved.offset, saved.shape, saved.stride)
+            # What was fetched begins where the range that was saved does; the source is the whole storage still.
+            offset = saved.offset if place == ON_DEVICE else saved.offset - saved.start
+            tensor.set_(self.held[entry], offset, saved.shape, saved.stride)
             if place != ON_DEVICE and not hold:
                 del self.held[entry]
                 self.core.let_go(entry)

@@ -117,7 +117,7 @@ impl<'a> Model<'a> {
         let memory = self.arena.take(bytes);
         self.fill(&memory, value);
         self.storages += 1;
-        let key = Key { storage: self.storages, addr: memory.addr() as u64, start_bytes: 0, bytes, version: 0 };
+        let key = Key { storage: self.storages, storage_bytes: bytes, addr: memory.addr() as u64, start_bytes: 0, bytes, version: 0 };
         self.save_as(key, memory, value, may_leave)
     }
 
@@ -255,6 +255,7 @@ fn run_program(on: &Subject, program: &Program) -> u64 {
             if again && let Some(memory) = model.held.get(&tensor.entry).cloned() {
                 let key = Key {
                     storage: model.storages,
+                    storage_bytes: bytes,
                     addr: memory.addr() as u64,
                     start_bytes: 0,
                     bytes,
@@ -351,7 +352,7 @@ fn a_late_fetch_holds_the_next_store_into_its_block(on: &Subject) {
     let other = on.stream("another computation").unwrap();
     let next = on.alloc(4096).unwrap().all();
     on.launch(&other, &Kernel::Fill { dst: next.clone(), byte: 9 }).unwrap();
-    let key = Key { storage: 99, addr: next.addr() as u64, start_bytes: 0, bytes: 4096, version: 0 };
+    let key = Key { storage: 99, storage_bytes: 4096, addr: next.addr() as u64, start_bytes: 0, bytes: 4096, version: 0 };
     model.offload.save(key, (true, true), || Ok(next), &Compute::on_stream(other)).unwrap();
     assert_eq!(model.wrong_words(), 0, "the fetch had the old bytes");
 }
@@ -415,7 +416,7 @@ fn no_pinned_memory_keeps_the_tensor(on: &Subject) {
     let first = model.save(8192, 1, true).unwrap();
     let memory = model.arena.take(8192);
     model.fill(&memory, 2);
-    let key = Key { storage: 77, addr: memory.addr() as u64, start_bytes: 0, bytes: 8192, version: 0 };
+    let key = Key { storage: 77, storage_bytes: 8192, addr: memory.addr() as u64, start_bytes: 0, bytes: 8192, version: 0 };
     let outcome =
         model.offload.save(key, (true, true), || panic!("nothing is copied"), &model.compute.clone()).unwrap();
     let reason = outcome.exhausted.expect("the budget is spent");

@@ -76,14 +76,15 @@ impl Activations {
         self.offload.begin_pass();
     }
 
-    /// A tensor was saved: a range of a storage at a version. Returns the numbers of the save and of its entry, whether
-    /// the entry is new and whether it leaves the device, the entries to let go of now, and why one that was to leave
-    /// stays. A new entry that leaves has to be held until it is named.
+    /// A tensor was saved: a range of a storage at a version. Returns the numbers of the save and of its entry, where
+    /// the entry's range begins, whether it is new and whether it leaves the device, the entries to let go of now, and
+    /// why one that was to leave stays. A new entry that leaves has to be held until it is named.
     #[expect(clippy::too_many_arguments, reason = "numbers cross the border faster than objects")]
     fn save(
         &self,
         py: Python<'_>,
         storage: u64,
+        storage_bytes: u64,
         addr: u64,
         start_bytes: u64,
         bytes: u64,
@@ -91,9 +92,9 @@ impl Activations {
         may_leave: bool,
         counted: bool,
         stream: u64,
-    ) -> PyResult<(u64, u64, bool, bool, Vec<u64>, Option<String>)> {
+    ) -> PyResult<(u64, u64, u64, bool, bool, Vec<u64>, Option<String>)> {
         guard::run(py, || {
-            let key = Key { storage, addr, start_bytes, bytes, version };
+            let key = Key { storage, storage_bytes, addr, start_bytes, bytes, version };
             let source = || torch::held(self.offload.device(), addr + start_bytes, bytes);
             let outcome = self.offload.save(key, (may_leave, counted), source, &self.compute(stream)?)?;
             let saved = outcome.saved;
@@ -103,7 +104,7 @@ impl Activations {
                     exhausted.requested_bytes, exhausted.pinned_bytes, exhausted.reason
                 )
             });
-            Ok((saved.save, saved.entry, saved.new, saved.offload, outcome.dropped, reason))
+            Ok((saved.save, saved.entry, saved.start_bytes, saved.new, saved.offload, outcome.dropped, reason))
         })
     }
 

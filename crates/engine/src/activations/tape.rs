@@ -25,6 +25,8 @@ pub type EntryId = u64;
 pub struct Key {
     /// Identity of the storage.
     pub storage: u64,
+    /// All its bytes.
+    pub storage_bytes: u64,
     /// Where its memory is.
     pub addr: u64,
     /// The range of it that is saved.
@@ -33,6 +35,13 @@ pub struct Key {
     pub bytes: u64,
     /// How often it has been changed.
     pub version: u64,
+}
+
+impl Key {
+    /// The same storage, all of it.
+    fn whole(self) -> Self {
+        Self { start_bytes: 0, bytes: self.storage_bytes, ..self }
+    }
 }
 
 /// Where an entry's bytes are.
@@ -76,6 +85,8 @@ pub struct Saved {
     pub save: SaveId,
     /// The entry it belongs to.
     pub entry: EntryId,
+    /// Where the entry's range begins in the storage.
+    pub start_bytes: u64,
     /// Whether the entry is new.
     pub new: bool,
     /// Whether the entry is to leave the device (new entries), or has (known ones).
@@ -194,13 +205,15 @@ impl Tape {
     pub fn save(&mut self, key: Key, may_leave: bool, counted: bool) -> Saved {
         let (save, start) = (self.next, self.total);
         self.next += 1;
-        let known = self.known.get(&key).copied();
+        // All of a storage serves for any part of it.
+        let known = self.known.get(&key.whole()).or_else(|| self.known.get(&key)).copied();
         let entry = known.unwrap_or(save);
         let (pass, layer) = (self.pass, self.layer);
         self.saves.insert(save, Save { entry, pass, layer, start, uses: 0 });
         if let Some(found) = known.and_then(|entry| self.entries.get_mut(&entry)) {
             found.saves.push(save);
-            return Saved { save, entry, new: false, offload: found.place != Place::Kept };
+            let (start_bytes, offload) = (found.key.start_bytes, found.place != Place::Kept);
+            return Saved { save, entry, start_bytes, new: false, offload };
         }
         if counted {
             self.total += key.bytes;
@@ -213,7 +226,7 @@ impl Tape {
         if offload {
             self.leaving.push_back(entry);
         }
-        Saved { save, entry, new: true, offload }
+        Saved { save, entry, start_bytes: key.start_bytes, new: true, offload }
     }
 
     /// Spreads the fraction evenly: each tensor adds its share, and one leaves when its own size has come together.
@@ -335,7 +348,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn key(storage: u64, bytes: u64) -> Key {
-        Key { storage, addr: storage << 20, start_bytes: 0, bytes, version: 0 }
+        Key { storage, storage_bytes: bytes, addr: storage << 20, start_bytes: 0, bytes, version: 0 }
     }
 
     /// Saves tensors of these sizes and lets go of what is due.
@@ -412,10 +425,22 @@ mod tests {
             Key { version: 1, ..first },
             Key { storage: 2, ..first },
             Key { addr: 5, ..first },
-            Key { start_bytes: 64, ..first },
+            Key { start_bytes: 64, storage_bytes: 128, ..first },
         ] {
             assert_ne!(tape.save(other, true, true).entry, same, "{other:?}");
         }
+    }
+
+    #[test]
+    fn a_part_of_what_has_been_saved_whole_is_not_saved_again() {
+        let mut tape = Tape::new(None, 1.0);
+        let whole = key(1, 640);
+        let part = Key { start_bytes: 64, bytes: 64, ..whole };
+        let alone = tape.save(part, true, true);
+        assert_eq!((alone.start_bytes, alone.new), (64, true));
+        let all = tape.save(whole, true, true);
+        let again = tape.save(part, true, true);
+        assert_eq!((again.entry, again.start_bytes, again.new), (all.entry, 0, false));
     }
 
     #[test]

@@ -1,0 +1,48 @@
+"""Fixtures of the tests of activation offload: every test runs on the CPU backend, and on CUDA where there is one."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+# Test files are imported by path, so their common module has to be findable by name.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from forebay import _saved, activations
+from forebay._core import Activations
+
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+LINK_BYTES_PER_S = 1.5e8
+"""So slow that a copy nobody waits for is late: computation is done long before."""
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where the model is."""
+    return torch.device("cuda", 0) if request.param == "cuda" else torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have copies of the CPU backend take their time, and start without pinned memory of another test."""
+    opened = _saved.open_engine
+
+    def open_engine(device, fraction, max_in_flight_bytes, pinned_budget_bytes):
+        if device.type == "cpu":
+            return Activations("cpu", fraction, max_in_flight_bytes, pinned_budget_bytes, LINK_BYTES_PER_S)
+        return opened(device, fraction, max_in_flight_bytes, pinned_budget_bytes)
+
+    monkeypatch.setattr(_saved, "open_engine", open_engine)
+    monkeypatch.setattr(activations, "_savers", {})
+
+
+@pytest.fixture(autouse=True)
+def same_bits_each_time():
+    """Have CUDA's kernels give the same bits each time, so that any difference is ours."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
