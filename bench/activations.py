@@ -3,8 +3,8 @@
 The model is ``transformers.Qwen2Model`` with random weights, 4 x 4096 tokens, bf16, sdpa. Every row runs the same steps
 in one process: forward, backward, wait. The peak is torch's, above weights and gradients. The wire is what plain copies
 of pinned memory reach in this process, one way at a time, since a forward pass only stores and a backward pass only
-fetches. A row's floor is the larger of the forward time and its stores on the wire, plus the larger of the backward time
-and its fetches on the wire, both times taken from the row without offload.
+fetches. A row's floor is the larger of the forward time and its stores on the wire, plus the larger of the backward
+time and its fetches on the wire, both times taken from the row without offload.
 
 usage: python bench/activations.py [--json PATH] [--quick] [--device cuda:0] [--rows nothing,forebay-auto] [--steps 5]
 """
@@ -331,7 +331,19 @@ def report(found: dict[str, Any]) -> None:
                 number(moved.get("stall_s"), 1, 1e-3),
             ]
         )
-    heads = ["row", "ms", "forward", "backward", "x nothing", "floor ms", "x floor", "peak", "GB out", "% wire", "stall"]
+    heads = [
+        "row",
+        "ms",
+        "forward",
+        "backward",
+        "x nothing",
+        "floor ms",
+        "x floor",
+        "peak",
+        "GB out",
+        "% wire",
+        "stall",
+    ]
     print(table(heads, lines))
     for name, count in found.get("exactness", {}).get("differing", {}).items():
         print(f"gradients of {name}: {'equal, bit for bit' if count == 0 else f'{count} elements differ'}")

@@ -15,7 +15,7 @@ from forebay._torch import local
 from forebay.errors import OptionError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from forebay._saved import Saved, Saver, Stay
 
@@ -40,7 +40,7 @@ def _sharded(model: torch.nn.Module) -> list[torch.nn.Module]:
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer, _ in found)
         if name and isinstance(module, FSDPModule) and not inside:
-            found.append((name, module))
+            found.append((name, module))  # type: ignore[arg-type]
     listed = [module for name, module in found if name.rpartition(".")[2].isdigit()]
     return listed or [module for _, module in found]
 
@@ -55,7 +55,7 @@ def find_layers(model: torch.nn.Module, layers: Any) -> list[torch.nn.Module]:
             for name, module in model.named_modules()
             if isinstance(module, torch.nn.ModuleList) and len(module)
         ]
-        outermost = [
+        outermost: list[torch.nn.ModuleList] = [
             module for name, module in lists if not any(name.startswith(f"{outer}.") for outer, _ in lists if outer)
         ]
         if not outermost:
@@ -64,7 +64,8 @@ def find_layers(model: torch.nn.Module, layers: Any) -> list[torch.nn.Module]:
                 "pass layers=[...], the modules to offload in the order in which they run, "
                 "or put `with forebay.save_on_host():` around the forward pass"
             )
-        return list(max(outermost, key=_count))
+        largest: torch.nn.ModuleList = max(outermost, key=_count)
+        return list(largest)
     if isinstance(layers, str):
         try:
             layers = model.get_submodule(layers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -64,6 +64,9 @@ class Saved:
     """Shares the tensor's version counter, and nothing else: see ``counter_of``."""
     kept: torch.Tensor | None
     """The tensor itself, where it stays on the device."""
+    offset: int
+    start: int
+    """Where it begins, and where the range begins that travels, in elements of its storage."""
 
     def __init__(self, engine: Engine, tensor: torch.Tensor, save: int, entry: int) -> None:
         self.engine, self.save, self.entry = engine, save, entry
@@ -108,7 +111,7 @@ def check_version(version: int, packed: Saved | Stay) -> None:
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the range of its storage that a tensor uses, as offset and length in bytes."""
     size = tensor.element_size()
-    start = tensor.storage_offset() * size
+    start = int(tensor.storage_offset()) * size
     if tensor.is_contiguous():
         return start, tensor.nbytes
     reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -145,11 +148,11 @@ class Engine:
         )
         saved = Saved(self, tensor, save, entry)
         if leaves:
-            saved.offset, saved.start = tensor.storage_offset(), start // tensor.element_size()
+            saved.offset, saved.start = int(tensor.storage_offset()), start // tensor.element_size()
         else:
             saved.kept = tensor.detach()
         if new:
-            self.guards[entry] = StorageWeakRef(storage)
+            self.guards[entry] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             if leaves and entry not in dropped:
                 self.held[entry] = storage
         for entry in dropped:
@@ -189,7 +192,7 @@ class Engine:
         self.core.fetch(entry, memory.data_ptr(), length, now, stream)
 
     def release(self, save: int) -> None:
-        """A saved tensor is gone."""
+        """Let go of what a saved tensor had, now that it is gone."""
         entry = self.core.release(save)
         if entry is not None:
             self.held.pop(entry, None)
@@ -214,9 +217,9 @@ class Saver:
 
     def stays(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is none to put on the tape; parameters and their views among them."""
-        if type(tensor) is not torch.Tensor or tensor.device.type != self.devices or tensor.nbytes < self.min_bytes:
+        if type(tensor) is not torch.Tensor or tensor.device.type != self.devices or tensor.layout != torch.strided:
             return True
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        if tensor.nbytes < self.min_bytes or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
             return True
         if _is_wrapped(tensor) or extent(tensor)[1] < max(self.min_bytes, 1):
             return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -71,9 +71,9 @@ class ActivationOffload:
     def table(self) -> list[dict[str, Any]]:
         """Return the same for each layer, with the times of the last pass that could be read."""
         names = ("stored_bytes", "fetched_bytes", "kept_bytes", "stalls", "stall_s", "forward_s", "backward_s")
-        rows = {}
+        rows: dict[int, dict[str, Any]] = {}
         for layer in self._layers:
-            about = {"layer": layer.number, "module": type(layer.module).__name__, "kept": layer.keep}
+            about: dict[str, Any] = {"layer": layer.number, "module": type(layer.module).__name__, "kept": layer.keep}
             rows[layer.number] = about | dict.fromkeys(names, 0)
         for engine in self._saver.engines.values():
             for number, figures in engine.core.table():
@@ -99,10 +99,12 @@ class ActivationOffload:
             layer.remove()
         self._undo, self._layers = [], []
 
-    def __enter__(self) -> ActivationOffload:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.remove()
 
 
@@ -242,5 +244,3 @@ class save_on_host(saved_tensors_hooks):  # noqa: N801 -- a context manager, nam
     def close(self) -> None:
         """Give pinned memory back, once the last graph that uses it is gone."""
         _savers.pop(self._key, None)
-
-

@@ -17,6 +17,11 @@ pub(crate) struct Activations {
     host: Option<Compute>,
 }
 
+/// Save, entry, where its range begins, whether it is new, whether it leaves, entries to let go of, why it stays.
+type SavedNumbers = (u64, u64, u64, bool, bool, Vec<u64>, Option<String>);
+/// Entry, its place, whether to hold it, entries to fetch with their bytes.
+type OpenedNumbers = (u64, u8, bool, Vec<(u64, u64)>);
+
 fn open_device(name: &str, pinned_budget_bytes: Option<u64>, link_bytes_per_s: Option<f64>) -> Result<SharedDevice> {
     let Some(rate) = link_bytes_per_s else { return Ok(open_with_budget(name, pinned_budget_bytes)?) };
     let link = LinkOptions { fetch_bytes_per_s: rate, store_bytes_per_s: rate, duplex: true };
@@ -92,7 +97,7 @@ impl Activations {
         may_leave: bool,
         counted: bool,
         stream: u64,
-    ) -> PyResult<(u64, u64, u64, bool, bool, Vec<u64>, Option<String>)> {
+    ) -> PyResult<SavedNumbers> {
         guard::run(py, || {
             let key = Key { storage, storage_bytes, addr, start_bytes, bytes, version };
             let source = || torch::held(self.offload.device(), addr + start_bytes, bytes);
@@ -111,7 +116,7 @@ impl Activations {
     /// A saved tensor is about to be used. Returns its entry; 0 if that is on the device, 1 if it is on its way or has
     /// arrived, 2 if it has to be fetched now; whether to hold it after this use; and the entries to fetch ahead, with
     /// their bytes, the entry itself first where it has to be fetched.
-    fn open(&self, py: Python<'_>, save: u64, stream: u64) -> PyResult<(u64, u8, bool, Vec<(u64, u64)>)> {
+    fn open(&self, py: Python<'_>, save: u64, stream: u64) -> PyResult<OpenedNumbers> {
         guard::run(py, || {
             let opened = self.offload.open(save, &self.compute(stream)?)?;
             let (place, now) = match opened.place {
@@ -126,15 +131,7 @@ impl Activations {
     }
 
     /// Fetch an entry into memory that is held until the entry is let go.
-    fn fetch(
-        &self,
-        py: Python<'_>,
-        entry: u64,
-        addr: u64,
-        bytes: u64,
-        urgent: bool,
-        stream: u64,
-    ) -> PyResult<()> {
+    fn fetch(&self, py: Python<'_>, entry: u64, addr: u64, bytes: u64, urgent: bool, stream: u64) -> PyResult<()> {
         guard::run(py, || {
             let into = torch::held(self.offload.device(), addr, bytes)?;
             self.offload.fetch(entry, into, urgent, &self.compute(stream)?)

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-# Test files are imported by path, so their common module has to be findable by name.
-sys.path.insert(0, str(Path(__file__).parent))
-
 from forebay import _saved, activations
 from forebay._core import Activations
+
+# Test files are imported by path, so their common module has to be findable by name.
+sys.path.insert(0, str(Path(__file__).parent))
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 LINK_BYTES_PER_S = 1.5e8
@@ -35,6 +35,15 @@ def slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(_saved, "open_engine", open_engine)
     monkeypatch.setattr(activations, "_savers", {})
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Compute small tensors on one thread: several would wait for each other on a machine that others use too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

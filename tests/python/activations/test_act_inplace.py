@@ -33,6 +33,7 @@ class Changed(torch.nn.Module):
         self.change = change
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what was made of the result before it changed."""
         h = x @ self.weight
         y = h.exp() if self.change is None else h.sin()
         if self.change is not None:

@@ -140,6 +140,7 @@ class Breaks(Block):
     broken = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run, and raise after everything has been saved."""
         x = super().forward(x)
         if self.broken:
             raise ValueError("broken on purpose")
@@ -189,6 +190,8 @@ def test_an_exception_in_the_backward_pass(device: torch.device) -> None:
 
 @dataclasses.dataclass
 class Result:
+    """What a layer returns."""
+
     hidden: torch.Tensor
     extra: torch.Tensor
 

@@ -13,7 +13,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MODULES = {
-    "cpu": ("dist_cases_ddp", "dist_cases_fsdp", "dist_cases_dtensor", "dist_cases_state_dict"),
+    "cpu": (
+        "dist_cases_ddp",
+        "dist_cases_fsdp",
+        "dist_cases_dtensor",
+        "dist_cases_state_dict",
+        "dist_cases_activations",
+    ),
     "cuda": ("dist_cases_cuda",),
 }
 """Where the cases are, by what the ranks need."""

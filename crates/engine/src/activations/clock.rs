@@ -135,7 +135,14 @@ impl Clock {
         }
     }
 
-    pub(crate) fn stalled(&mut self, begin: Arc<Mark>, end: Arc<Mark>, layer: u32, pass: u64, half: Half) -> Result<()> {
+    pub(crate) fn stalled(
+        &mut self,
+        begin: Arc<Mark>,
+        end: Arc<Mark>,
+        layer: u32,
+        pass: u64,
+        half: Half,
+    ) -> Result<()> {
         self.stalls.push(Stall { begin, end, layer, pass, half });
         // Where no pass is ever measured, their events have to come back too.
         if self.stalls.len() > STALLS { self.read_stalls(false) } else { Ok(()) }
@@ -146,7 +153,11 @@ impl Clock {
     }
 
     fn times(&mut self, pass: u64, layer: u32) -> Option<&mut Times> {
-        self.passes.iter_mut().rev().find(|found| found.number == pass).map(|pass| pass.layers.entry(layer).or_default())
+        self.passes
+            .iter_mut()
+            .rev()
+            .find(|found| found.number == pass)
+            .map(|pass| pass.layers.entry(layer).or_default())
     }
 
     /// Reads what has been reached; with `wait`, waits for what has not.

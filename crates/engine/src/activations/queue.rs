@@ -58,13 +58,7 @@ impl<T> Inner<T> {
 
 impl<T> Queue<T> {
     pub(crate) fn new() -> Self {
-        let inner = Inner {
-            waiting: VecDeque::new(),
-            running: None,
-            failed: HashMap::new(),
-            next: 0,
-            closed: false,
-        };
+        let inner = Inner { waiting: VecDeque::new(), running: None, failed: HashMap::new(), next: 0, closed: false };
         Self { inner: Mutex::new(inner), changed: Condvar::new() }
     }
 
