@@ -1,5 +1,6 @@
 """Fixtures of the tests of activation offload: every test runs on the CPU backend, and on CUDA where there is one."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from forebay._core import Activations
 
 # Test files are imported by path, so their common module has to be findable by name.
 sys.path.insert(0, str(Path(__file__).parent))
+# cuBLAS gives the same bits only with a workspace of its own; it reads this when it starts.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 LINK_BYTES_PER_S = 1.5e8
@@ -52,6 +55,11 @@ def same_bits_each_time():
     if not torch.cuda.is_available():
         yield
         return
+    ways = ("flash", "mem_efficient", "cudnn")
+    for way in ways:
+        getattr(torch.backends.cuda, f"enable_{way}_sdp")(False)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+    for way in ways:
+        getattr(torch.backends.cuda, f"enable_{way}_sdp")(True)
