@@ -387,6 +387,8 @@ def main() -> int:
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+            # What save_on_cpu pinned would leave too little for others.
+            torch._C._host_emptyCache()
     if not options.no_exact:
         exact = [name for name in options.rows if not ROWS[name].is_peer]
         found["exactness"] = exactness(["nothing", *exact], model, tokens)

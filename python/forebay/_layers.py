@@ -95,6 +95,11 @@ def _inside_checkpoint() -> bool:
     return top is not None and getattr(top[0], "__module__", "") == checkpoint.__module__
 
 
+def _device_of(values: Iterable[Any]) -> torch.device | None:
+    """Return the device of the first tensor, if there is one."""
+    return next((value.device for value in values if isinstance(value, torch.Tensor)), None)
+
+
 def _stay_out() -> bool:
     """Whether nothing is saved now that should be offloaded."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -143,7 +148,7 @@ class Layer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the layer, offloading what it saves."""
-        if _stay_out() or not self.is_ready():
+        if _stay_out() or not self.is_ready(args, kwargs):
             return self.inner(*args, **kwargs)
         if _inside_checkpoint():
             self.warn_inside()
@@ -175,11 +180,13 @@ class Layer:
             yield
         engine.core.leave(engine.stream())
 
-    def is_ready(self) -> bool:
-        """Find out where the layer is; whether that is a GPU or the CPU."""
-        parameter = next(self.module.parameters(), None)
-        if parameter is not None:
-            self.device = local(parameter).device
+    def is_ready(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> bool:
+        """Find out where the layer computes; whether that is a GPU or the CPU.
+
+        Its inputs tell: parameters may be elsewhere until the layer runs, as FSDP2 has them on the host if asked to.
+        """
+        device = _device_of((*args, *(kwargs or {}).values())) or _device_of(map(local, self.module.parameters()))
+        self.device = device or self.device
         self.saver.devices = self.device.type
         return self.device.type in ("cuda", "cpu")
 
@@ -215,7 +222,7 @@ class Recomputed:
         """Recompute a layer, offloading its inputs."""
         owner = getattr(getattr(call, "func", call), "__self__", None)
         layer = self.layers.get(id(owner))
-        if layer is None or _stay_out() or _inside_checkpoint() or not layer.is_ready():
+        if layer is None or _stay_out() or _inside_checkpoint() or not layer.is_ready(args, kwargs):
             return self.function(call, *args, **kwargs)
         with layer.entered():
             return self.function(call, *args, **kwargs)

@@ -1,5 +1,6 @@
 """What leaves the device and what stays: thresholds, fractions, layers, parameters; and what is said about it."""
 
+import gc
 import warnings
 
 import pytest
@@ -114,6 +115,16 @@ def test_parameters_and_buffers_stay(device: torch.device) -> None:
         train(model, x)
     assert seen
     assert not owned & set(seen)
+
+
+def test_parameters_and_their_views_stay_with_save_on_host(device: torch.device) -> None:
+    weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, device=device))
+    x = data(device)
+    context = forebay.save_on_host(min_bytes=1024, device=device.type)
+    with context:
+        loss = (x @ weight + x @ weight.t() + x @ weight.view(-1).view(WIDTH, WIDTH)).sum()
+    loss.backward()
+    assert context.stats()["stored_bytes"] == x.nbytes
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs tensors on two devices")
@@ -346,3 +357,25 @@ def test_a_layer_without_parameters(device: torch.device) -> None:
     with offloaded(model) as handle:
         assert_same(expected, train(model, x))
         assert_nothing_left(handle)
+
+
+@pytest.mark.parametrize("options", [{}, {"min_bytes": 1 << 30}, {"keep_last": 3}], ids=str)
+def test_a_graph_that_is_dropped_frees_its_memory_at_once(options: dict[str, object], device: torch.device) -> None:
+    """A saved output that held itself through its own graph would wait for the garbage collector."""
+    kept: list[StorageWeakRef] = []
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = (x @ w).exp()
+        kept.append(StorageWeakRef(y.untyped_storage()))
+        return y.sigmoid()
+
+    model = Stack(*(Of(function) for _ in range(3))).to(device)
+    gc.collect()
+    gc.disable()
+    try:
+        with offloaded(model, **options):
+            out = model(data(device) / 8)
+            del out
+            assert all(storage.expired() for storage in kept)
+    finally:
+        gc.enable()

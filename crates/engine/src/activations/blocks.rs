@@ -12,7 +12,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use forebay_device::{Error as DeviceError, Region, Slab, SlabLayout};
+use forebay_device::{Error as DeviceError, HostMemory, Region, Slab, SlabLayout};
 
 use super::marks::Mark;
 use crate::error::{Error, Result};
@@ -26,6 +26,8 @@ const SMALL_SLAB_BYTES: u64 = 64 << 20;
 /// And a quarter of what is pinned already, up to this.
 const LARGE_SLAB_BYTES: u64 = 4 << 30;
 
+/// One part in so many of the host's memory is left to others, where there is no budget.
+const HOST_MEMORY_PARTS: u64 = 16;
 /// Passes that are looked at together before a slab is given back.
 const PASSES_TO_LOOK: u32 = 8;
 
@@ -216,9 +218,18 @@ impl Blocks {
             let budget_bytes = self.budget_bytes.unwrap_or_default();
             return Ok(Err(exhausted(format!("the budget is {budget_bytes} bytes"))));
         }
+        let memory = HostMemory::now();
+        let spared = if self.budget_bytes.is_some() { 0 } else { memory.total_bytes / HOST_MEMORY_PARTS };
         let sizes = [generous.max(wanted).min(left), wanted];
         let mut refusal = String::new();
         for bytes in sizes {
+            if bytes > memory.available_bytes.saturating_sub(spared) {
+                refusal = format!(
+                    "the host has {} bytes left of {}, of which {spared} are left to others",
+                    memory.available_bytes, memory.total_bytes
+                );
+                continue;
+            }
             match self.pin(bytes) {
                 Ok(()) => return Ok(Ok(())),
                 // Lack of memory is an answer; anything else is a failure.
