@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.utils.checkpoint
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -15,7 +17,8 @@ from forebay._torch import local
 from forebay.errors import OptionError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
+    from types import FrameType
 
     from forebay._saved import Saved, Saver, Stay
 
@@ -24,6 +27,9 @@ _CALL = "_compiled_call_impl"
 _CPU = torch.device("cpu")
 _CHECKPOINT = "_gradient_checkpointing_func"
 """Where models of transformers keep the function that recomputes a layer."""
+
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+"""Tells which hooks are in place; before torch 2.8 there is no such function, and the callers have to tell."""
 
 
 def _count(module: torch.nn.Module) -> int:
@@ -91,7 +97,12 @@ def find_layers(model: torch.nn.Module, layers: Any) -> list[torch.nn.Module]:
 
 def _inside_checkpoint() -> bool:
     """Whether a checkpoint of torch's own has its hooks in place: ours on top of them would stop its recomputation."""
-    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if _top_hooks is None:
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
+            frame = frame.f_back
+        return frame is not None
+    top = _top_hooks(False)
     return top is not None and getattr(top[0], "__module__", "") == checkpoint.__module__
 
 

@@ -24,6 +24,7 @@ from offload_helpers import (
 from torch.utils.checkpoint import checkpoint
 
 import forebay
+from forebay import _layers
 
 
 def test_forward_without_grad_in_train_mode(device: torch.device) -> None:
@@ -235,9 +236,14 @@ def test_outputs_of_any_kind(kind: str, recompute: bool, device: torch.device) -
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("torch_is_old", [False, True])
 @pytest.mark.filterwarnings("ignore:layer . runs inside a checkpoint")
-def test_recomputation_by_the_user(where: str, reentrant: bool, device: torch.device) -> None:
+def test_recomputation_by_the_user(
+    where: str, reentrant: bool, torch_is_old: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls = []
+    if torch_is_old:
+        monkeypatch.setattr(_layers, "_top_hooks", None)
 
     class Layer(Block):
         def body(self, x: torch.Tensor) -> torch.Tensor:
