@@ -119,7 +119,7 @@ def test_parameters_and_buffers_stay(device: torch.device) -> None:
 
 def test_parameters_and_their_views_stay_with_save_on_host(device: torch.device) -> None:
     weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH, device=device))
-    x = data(device)
+    x = data(device).requires_grad_()
     context = forebay.save_on_host(min_bytes=1024, device=device.type)
     with context:
         loss = (x @ weight + x @ weight.t() + x @ weight.view(-1).view(WIDTH, WIDTH)).sum()

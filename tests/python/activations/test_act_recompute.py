@@ -153,9 +153,12 @@ def test_checkpointing_that_is_switched_on_later_is_named(device: torch.device) 
 def test_copies_of_models_of_transformers(device: torch.device) -> None:
     model = tiny("qwen2", device)
     expected = hf_step(model, device)
-    with offloaded(model, recompute=True):
+    with offloaded(model, recompute=True) as handle:
+        hf_step(model, device)
+        before = handle.stats()["stored_bytes"]
         twin = copy.deepcopy(model)
-    assert_same(expected, hf_step(twin, device))
+        assert_same(expected, hf_step(twin, device))
+        assert handle.stats()["stored_bytes"] == before > 0
 
 
 @pytest.mark.parametrize("recompute", [False, True])

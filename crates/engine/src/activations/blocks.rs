@@ -393,6 +393,14 @@ mod tests {
     }
 
     #[test]
+    fn without_a_budget_some_of_the_host_memory_is_left_to_others() {
+        let memory = HostMemory::now();
+        let nearly_all = memory.available_bytes.saturating_sub(memory.total_bytes / HOST_MEMORY_PARTS / 2).max(1 << 30);
+        let refusal = blocks(None).take(nearly_all).unwrap().unwrap_err();
+        assert!(refusal.reason.contains("left to others"), "{refusal:?}");
+    }
+
+    #[test]
     fn reserving_pins_ahead_and_respects_the_budget() {
         let mut blocks = blocks(Some(3 << 20));
         blocks.reserve(2 << 20).unwrap();
