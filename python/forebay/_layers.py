@@ -128,7 +128,8 @@ class Layer:
         self.saver, self.number, self.module, self.keep, self.recompute = saver, number, module, keep, recompute
         self.inner: Callable[..., Any] = module.__dict__.get(_CALL) or module._call_impl
         self.previous = module.__dict__.get(_CALL)
-        self.has_checkpoint = hasattr(module, "gradient_checkpointing")
+        # A compiled module shows the attributes of the one inside, but calls it by itself.
+        self.has_checkpoint = hasattr(module, "gradient_checkpointing") and not hasattr(module, "_orig_mod")
         self.previous_checkpoint: tuple[Any, bool] | None = None
         self.fixed: set[int] | None = None
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU

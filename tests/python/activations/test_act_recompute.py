@@ -140,6 +140,25 @@ def test_recomputation_of_models_of_transformers_counts(device: torch.device) ->
     assert not any(layer.gradient_checkpointing for layer in model.model.layers)
 
 
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("how", ["in place", "wrapped"])
+def test_compiled_layers_of_models_of_transformers(how: str, device: torch.device) -> None:
+    torch._dynamo.reset()
+    model = tiny("llama", device)
+    model.config.use_cache = False
+    layers = model.model.layers
+    for i, layer in enumerate(layers):
+        if how == "in place":
+            layer.compile(backend="aot_eager")
+        else:
+            layers[i] = torch.compile(layer, backend="aot_eager")
+    expected = hf_step(model, device)
+    with offloaded(model, recompute=True) as handle:
+        assert_same(expected, hf_step(model, device))
+        assert handle.stats()["fetched_bytes"] > 0
+        assert_nothing_left(handle)
+
+
 def test_checkpointing_that_is_switched_on_later_is_named(device: torch.device) -> None:
     model = tiny("qwen2", device)
     expected = hf_step(model, device)
