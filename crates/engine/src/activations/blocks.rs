@@ -121,7 +121,7 @@ impl Blocks {
     }
 
     /// Bytes of blocks that are out.
-    #[cfg(test)]
+    #[cfg(all(test, not(loom)))]
     fn taken_bytes(&self) -> u64 {
         self.taken_bytes
     }
@@ -279,7 +279,7 @@ impl Blocks {
     }
 
     /// Whether every slab is one free range again.
-    #[cfg(test)]
+    #[cfg(all(test, not(loom)))]
     fn is_whole(&self) -> bool {
         self.spaces.iter().flatten().all(Space::is_whole)
     }
