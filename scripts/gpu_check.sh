@@ -84,8 +84,8 @@ sanitize() {
 python_tests() {
     local folder folders=()
     python3 -c 'import pytest' 2>/dev/null || { echo 'no pytest on this machine'; return 77; }
-    for folder in tests/python/optim tests/python/distributed; do [ -d "$folder" ] && folders+=("$folder"); done
-    [ ${#folders[@]} -gt 0 ] || { echo 'no tests/python/optim and no tests/python/distributed'; return 77; }
+    for folder in tests/python/optim tests/python/activations tests/python/distributed; do [ -d "$folder" ] && folders+=("$folder"); done
+    [ ${#folders[@]} -gt 0 ] || { echo 'no tests/python/optim, activations or distributed'; return 77; }
     local options=()
     # The project's settings name options of a plugin that this machine may not have.
     python3 -c 'import pytest_timeout' 2>/dev/null || options=(-c /dev/null --rootdir . --import-mode=importlib)

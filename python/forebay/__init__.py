@@ -24,10 +24,12 @@ from forebay.measure import backends, bench_step, probe
 
 if TYPE_CHECKING:
     from forebay import checkpoint
+    from forebay.activations import ActivationOffload, offload_activations, save_on_host
     from forebay.optim import AdamW
     from forebay.sleep import Sleeper
 
 __all__ = [
+    "ActivationOffload",
     "AdamW",
     "AsleepError",
     "CheckpointError",
@@ -43,7 +45,9 @@ __all__ = [
     "bench_step",
     "checkpoint",
     "errors",
+    "offload_activations",
     "probe",
+    "save_on_host",
     "version",
 ]
 
@@ -63,4 +67,8 @@ def __getattr__(name: str) -> Any:
         from forebay.sleep import Sleeper
 
         return Sleeper
+    if name in ("ActivationOffload", "offload_activations", "save_on_host"):
+        from forebay import activations
+
+        return getattr(activations, name)
     raise AttributeError(f"module 'forebay' has no attribute {name!r}")

@@ -6,12 +6,77 @@ from _typeshed import Incomplete, SupportsGetItem, SupportsLenAndGetItem
 from os import PathLike
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["CHECKPOINT_BLOCK_BYTES", "Checkpoint", "Engine", "HostCopies", "HostView", "Moved", "Saving", "Slabs", "Snapshot", "_errors_for_test", "_gil_is_released_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "check_host", "host_memory", "look", "probe", "version", "write_checkpoint"]
+__all__ = ["CHECKPOINT_BLOCK_BYTES", "Activations", "Checkpoint", "Engine", "HostCopies", "HostView", "Moved", "Saving", "Slabs", "Snapshot", "_errors_for_test", "_gil_is_released_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "check_host", "host_memory", "look", "probe", "version", "write_checkpoint"]
 
 CHECKPOINT_BLOCK_BYTES: Final[int]
 """
 Bytes of a checkpoint's file that one checksum covers.
 """
+
+@final
+class Activations:
+    """
+    Stores, fetches and pinned memory for the saved tensors of one device.
+    """
+    def __new__(cls, /, device: str, fraction: SupportsFloat | SupportsIndex | None, max_in_flight_bytes: SupportsIndex | None, pinned_budget_bytes: SupportsIndex | None, link_bytes_per_s: SupportsFloat | SupportsIndex | None = None) -> Activations:
+        """
+        Open a device; nothing is pinned yet. No fraction stands for what hides under the computation. A link's rate
+        makes the CPU backend as slow as that, for tests.
+        """
+    def begin_pass(self, /) -> None:
+        """
+        A pass begins where there are no layers.
+        """
+    def enter(self, /, layer: SupportsIndex, stream: SupportsIndex) -> None:
+        """
+        A layer begins; a number below that of the layer before begins a new pass.
+        """
+    def fetch(self, /, entry: SupportsIndex, addr: SupportsIndex, bytes: SupportsIndex, urgent: bool, stream: SupportsIndex) -> None:
+        """
+        Fetch an entry into memory that is held until the entry is let go.
+        """
+    def leave(self, /, stream: SupportsIndex) -> None:
+        """
+        The layer that began last has ended.
+        """
+    def let_go(self, /, entry: SupportsIndex) -> None:
+        """
+        Let go of an entry's fetched bytes, or give up fetching it ahead.
+        """
+    def open(self, /, save: SupportsIndex, stream: SupportsIndex) -> tuple[int, int, bool, list[tuple[int, int]]]:
+        """
+        A saved tensor is about to be used. Returns its entry; 0 if that is on the device, 1 if it is on its way or has
+        arrived, 2 if it has to be fetched now; whether to hold it after this use; and the entries to fetch ahead, with
+        their bytes, the entry itself first where it has to be fetched.
+        """
+    def ready(self, /, entry: SupportsIndex, stream: SupportsIndex) -> None:
+        """
+        What comes next on the stream waits for the entry's fetch.
+        """
+    def release(self, /, save: SupportsIndex) -> int | None:
+        """
+        A saved tensor is gone. Returns its entry if that can be let go now.
+        """
+    def reserve(self, /, bytes: SupportsIndex) -> None:
+        """
+        Pin so many bytes ahead of use.
+        """
+    def save(self, /, storage: SupportsIndex, storage_bytes: SupportsIndex, addr: SupportsIndex, start_bytes: SupportsIndex, bytes: SupportsIndex, version: SupportsIndex, may_leave: bool, counted: bool, stream: SupportsIndex) -> tuple[int, int, int, bool, bool, list[int], str | None]:
+        """
+        A tensor was saved: a range of a storage at a version. Returns the numbers of the save and of its entry, where
+        the entry's range begins, whether it is new and whether it leaves the device, the entries to let go of now, and
+        why one that was to leave stays. A new entry that leaves has to be held until it is named.
+        """
+    def stats(self, /) -> tuple[list[int], list[float]]:
+        """
+        Sums since the beginning: stored_bytes, fetched_bytes, kept_bytes, pinned_bytes, pinned_peak_bytes, stalls,
+        stall_ns, window_bytes; then fraction, store_gbps, fetch_gbps.
+        """
+    def table(self, /) -> list[tuple[int, list[int]]]:
+        """
+        For each layer its number, then stored_bytes, fetched_bytes, kept_bytes, stalls, stall_ns, forward_ns,
+        backward_ns.
+        """
 
 @final
 class Checkpoint:

@@ -155,3 +155,40 @@ def test_results_of_a_gpu_can_be_printed_again() -> None:
     )
     assert "host, bf16" in done.stdout
     assert "wire 100 %" in done.stdout
+
+
+def test_activation_offload_is_measured_and_exact(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "activations.json"
+    options = [
+        "--quick",
+        "--device",
+        "cpu",
+        "--steps",
+        "1",
+        "--rows",
+        "nothing,checkpoint,forebay-full,forebay-recompute",
+    ]
+    command = [
+        sys.executable,
+        str(REPOSITORY / "bench/activations.py"),
+        *options,
+        "--commit",
+        "abc",
+        "--json",
+        str(path),
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert found["commit"] == "abc"
+    assert found["exactness"] == {
+        "differing": {"nothing": 0, "forebay-full": 0, "forebay-recompute": 0},
+        "exact": True,
+    }
+    rows = {row["name"]: row for row in found["rows"]}
+    full, recomputed = (rows[f"forebay-{name}"]["moved_per_step"] for name in ("full", "recompute"))
+    assert full["stored_bytes"] > recomputed["stored_bytes"] > 0
+    assert full["fetched_bytes"] > 0
+    assert "gradients of forebay-full: equal, bit for bit" in done.stdout

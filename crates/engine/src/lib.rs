@@ -8,6 +8,7 @@
 //! - [`step`] is the streamed AdamW step on top of it; its inner loop is [`step::StreamedAdamW::step`].
 //! - [`checkpoint`] writes state to files from where it lies and reads it back into place.
 //! - [`sleep`] puts whole storages into slabs and brings them back.
+//! - [`activations`] moves saved tensors out under the forward pass and back under the backward pass.
 //! - [`trace`] says what happened when.
 //! - [`measure`] finds out what the machine can do, and how much of it the step uses.
 //!
@@ -16,6 +17,7 @@
 //! distribution belongs to PyTorch; the engine sees one rank's shard.
 #![forbid(unsafe_code)]
 
+pub mod activations;
 pub mod checkpoint;
 pub mod error;
 pub mod measure;

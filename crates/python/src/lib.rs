@@ -7,6 +7,7 @@
 //! `python/forebay/_core.pyi` is generated from this crate (`make stubs`). For that the module has to be this inline
 //! `mod`, and every type in a signature has to be one that PyO3 can name.
 
+mod activations;
 mod checkpoint;
 mod error;
 mod guard;
@@ -24,6 +25,8 @@ mod torch;
 mod _core {
     use pyo3::prelude::*;
 
+    #[pymodule_export]
+    use crate::activations::Activations;
     #[pymodule_export]
     use crate::checkpoint::{Checkpoint, HostCopies, Moved, Saving, Snapshot, write_checkpoint};
     #[pymodule_export]

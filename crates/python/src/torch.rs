@@ -54,6 +54,15 @@ pub(crate) fn storage(device: &SharedDevice, addr: u64, bytes: u64, keeper: &Kee
     Ok(unsafe { Buffer::borrow(addr as usize, bytes, Place::Device, device.info().id, keeper.clone()) }?.into_region())
 }
 
+/// Names the memory of a storage that stays as it is until the engine lets go of it.
+pub(crate) fn held(device: &SharedDevice, addr: u64, bytes: u64) -> Result<Region> {
+    // SAFETY: `forebay/_saved.py` takes address and length from one storage of the stated device and holds it from
+    // before this call until the engine has named it as let go. By then the stream on which torch allocated the memory
+    // waits for the copy's end (on the CPU the calling thread has waited), so whoever gets the memory next is behind it.
+    let buffer = unsafe { Buffer::borrow(addr as usize, bytes, Place::Device, device.info().id, Arc::new(())) }?;
+    Ok(buffer.into_region())
+}
+
 /// Names torch's current stream.
 pub(crate) fn stream(device: &SharedDevice, handle: u64) -> Result<Stream> {
     // SAFETY: `_torch.py` passes `torch.cuda.current_stream(device).cuda_stream`; torch's streams live as long as the

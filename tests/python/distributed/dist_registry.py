@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MODULES = {
-    "cpu": ("dist_cases_ddp", "dist_cases_fsdp", "dist_cases_dtensor", "dist_cases_state_dict", "dist_cases_sleep"),
+    "cpu": (
+        "dist_cases_ddp",
+        "dist_cases_fsdp",
+        "dist_cases_dtensor",
+        "dist_cases_state_dict",
+        "dist_cases_sleep",
+        "dist_cases_activations",
+    ),
     "cuda": ("dist_cases_cuda", "dist_cases_sleep_cuda"),
     "checkpoint": ("dist_cases_checkpoint", "dist_cases_checkpoint_failures", "dist_cases_checkpoint_killed"),
 }

@@ -1,0 +1,201 @@
+//! One direction of the wire: a stream, and a thread of the engine's own that keeps it fed with a few chunks at a time.
+//!
+//! Copies that are queued deep on a copy engine hold up everybody's small copies, whatever their stream, so a lane never
+//! has more than [`IN_FLIGHT_BYTES`] under way and submits the next chunk when one has ended. Asking for a copy is then
+//! cheap and never blocks; who needs the copy's event waits until the lane has recorded it ([`Lane::wait`]).
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+use forebay_device::{Error as DeviceError, Event, Region, SharedDevice, Stream};
+
+use super::marks::{Mark, Marks};
+use super::queue::{Cancelled, Queue, Ticket};
+use crate::error::Result;
+
+/// Bytes of one copy.
+const CHUNK_BYTES: u64 = 16 << 20;
+/// Bytes that are submitted and have not ended: 1.2 milliseconds of a PCIe Gen5 wire.
+const IN_FLIGHT_BYTES: u64 = 64 << 20;
+/// Copies that are submitted and have not ended.
+const IN_FLIGHT_COPIES: usize = 16;
+
+/// A copy to make.
+#[derive(Debug)]
+pub(crate) struct Job {
+    pub(crate) from: Region,
+    pub(crate) to: Region,
+    /// What has to end before it may begin.
+    pub(crate) after: Vec<Arc<Mark>>,
+    /// Recorded when it has been submitted.
+    pub(crate) done: Arc<Mark>,
+}
+
+/// What the wire was seen to do.
+#[derive(Debug, Default)]
+struct Seen {
+    bytes: AtomicU64,
+    ns: AtomicU64,
+}
+
+/// One direction.
+#[derive(Debug)]
+pub(crate) struct Lane {
+    queue: Arc<Queue<Job>>,
+    seen: Arc<Seen>,
+}
+
+impl Lane {
+    /// Starts the thread.
+    pub(crate) fn new(device: &SharedDevice, marks: &Arc<Marks>, name: &str) -> Result<Self> {
+        let (queue, seen) = (Arc::new(Queue::new()), Arc::new(Seen::default()));
+        let mut worker = Worker {
+            device: device.clone(),
+            stream: device.stream(name)?,
+            marks: marks.clone(),
+            under_way: VecDeque::new(),
+            timer: [device.timed_event()?, device.timed_event()?],
+            timed_bytes: 0,
+            seen: seen.clone(),
+            longest_bytes: 0,
+            jobs: 0,
+        };
+        let jobs = queue.clone();
+        std::thread::Builder::new()
+            .name(format!("forebay-{name}"))
+            .spawn(move || {
+                while let Some((ticket, job)) = jobs.next() {
+                    let outcome = worker.run(&job, &jobs);
+                    drop(job);
+                    jobs.finish(ticket, outcome);
+                }
+            })
+            .map_err(|error| DeviceError::Os {
+                call: "thread spawn",
+                bytes: 0,
+                errno: error.raw_os_error().unwrap_or(0),
+                text: error.to_string(),
+            })?;
+        Ok(Self { queue, seen })
+    }
+
+    /// Asks for a copy; before all others if somebody needs it now.
+    pub(crate) fn submit(&self, job: Job, urgent: bool) -> Ticket {
+        self.queue.push(job, urgent)
+    }
+
+    /// Moves a copy that has not begun before all others.
+    pub(crate) fn hurry(&self, ticket: Ticket) {
+        self.queue.hurry(ticket);
+    }
+
+    /// Whether the copy has been submitted.
+    pub(crate) fn is_submitted(&self, ticket: Ticket) -> bool {
+        self.queue.is_over(ticket)
+    }
+
+    /// Blocks until the copy has been submitted: its mark is recorded.
+    pub(crate) fn wait(&self, ticket: Ticket) -> Result<()> {
+        self.queue.wait(ticket)
+    }
+
+    /// Takes a copy back as far as it has not been submitted.
+    pub(crate) fn cancel(&self, ticket: Ticket) -> Cancelled {
+        self.queue.cancel(ticket)
+    }
+
+    /// The rate of the copies so far, in bytes per nanosecond, which is GB/s; none before the first has been timed.
+    pub(crate) fn rate(&self) -> Option<f64> {
+        let (bytes, ns) = (self.seen.bytes.load(Relaxed), self.seen.ns.load(Relaxed));
+        (ns > 0).then(|| bytes as f64 / ns as f64)
+    }
+}
+
+impl Drop for Lane {
+    fn drop(&mut self) {
+        self.queue.close();
+    }
+}
+
+struct Worker {
+    device: SharedDevice,
+    stream: Stream,
+    marks: Arc<Marks>,
+    /// Copies that may not have ended, oldest first.
+    under_way: VecDeque<(Arc<Mark>, u64)>,
+    timer: [Event; 2],
+    /// Bytes between the timer's two events, until their times were read.
+    timed_bytes: u64,
+    seen: Arc<Seen>,
+    longest_bytes: u64,
+    /// Jobs run so far.
+    jobs: u64,
+}
+
+impl Worker {
+    fn run(&mut self, job: &Job, queue: &Queue<Job>) -> Result<()> {
+        let outcome = self.copy(job, queue);
+        // Recorded also after a failure or a stop: it ends whatever was submitted.
+        self.jobs += 1;
+        job.done.set_order(self.jobs);
+        let recorded = self.device.record(job.done.event(), &self.stream);
+        outcome.and(recorded.map_err(Into::into))
+    }
+
+    fn copy(&mut self, job: &Job, queue: &Queue<Job>) -> Result<()> {
+        for mark in &job.after {
+            // One that was reached long ago, by the stream's own queue or the host's look, needs no wait.
+            if !self.device.query(mark.event())? {
+                self.device.wait(&self.stream, mark.event())?;
+            }
+        }
+        // Short copies say little about the wire's rate, so only those near the longest are timed, one at a time.
+        self.longest_bytes = self.longest_bytes.max(job.from.bytes());
+        let timed = 2 * job.from.bytes() >= self.longest_bytes && self.read_timer()?;
+        if timed {
+            self.device.record(&self.timer[0], &self.stream)?;
+        }
+        let mut offset = 0;
+        while offset < job.from.bytes() && !queue.should_stop() {
+            let bytes = CHUNK_BYTES.min(job.from.bytes() - offset);
+            self.make_room(bytes)?;
+            self.device.copy(&self.stream, &job.from.slice(offset, bytes)?, &job.to.slice(offset, bytes)?)?;
+            let mark = self.marks.take()?;
+            self.device.record(mark.event(), &self.stream)?;
+            self.under_way.push_back((mark, bytes));
+            offset += bytes;
+        }
+        if timed {
+            self.device.record(&self.timer[1], &self.stream)?;
+            self.timed_bytes = offset;
+        }
+        Ok(())
+    }
+
+    fn make_room(&mut self, bytes: u64) -> Result<()> {
+        while let Some((oldest, _)) = self.under_way.front() {
+            let total: u64 = self.under_way.iter().map(|(_, bytes)| bytes).sum();
+            if total + bytes <= IN_FLIGHT_BYTES && self.under_way.len() < IN_FLIGHT_COPIES {
+                break;
+            }
+            self.device.synchronize(oldest.event())?;
+            self.under_way.pop_front();
+        }
+        Ok(())
+    }
+
+    /// Adds the last timed copy to what was seen; whether the timer is free for another.
+    fn read_timer(&mut self) -> Result<bool> {
+        if self.timed_bytes == 0 {
+            return Ok(true);
+        }
+        if !self.device.query(&self.timer[1])? {
+            return Ok(false);
+        }
+        let ns = self.device.elapsed_ns(&self.timer[0], &self.timer[1])?;
+        self.seen.bytes.fetch_add(std::mem::take(&mut self.timed_bytes), Relaxed);
+        self.seen.ns.fetch_add(ns, Relaxed);
+        Ok(true)
+    }
+}

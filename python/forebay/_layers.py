@@ -1,0 +1,258 @@
+"""Which modules are a model's layers, and how a call of one is stepped into."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.utils.checkpoint
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from forebay._torch import local
+from forebay.errors import OptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from types import FrameType
+
+    from forebay._saved import Saved, Saver, Stay
+
+_CALL = "_compiled_call_impl"
+"""The attribute through which ``Module.__call__`` can be led elsewhere, from outside compiled code and hooks."""
+_CPU = torch.device("cpu")
+_CHECKPOINT = "_gradient_checkpointing_func"
+"""Where models of transformers keep the function that recomputes a layer."""
+
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+"""Tells which hooks are in place; before torch 2.8 there is no such function, and the callers have to tell."""
+
+
+def _count(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _sharded(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the outermost modules below the root that FSDP2 wraps, those in lists if there are any."""
+    try:
+        from torch.distributed.fsdp import FSDPModule
+    except ImportError:
+        return []
+    found: list[tuple[str, torch.nn.Module]] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer, _ in found)
+        if name and isinstance(module, FSDPModule) and not inside:
+            found.append((name, module))  # type: ignore[arg-type]
+    listed = [module for name, module in found if name.rpartition(".")[2].isdigit()]
+    return listed or [module for _, module in found]
+
+
+def find_layers(model: torch.nn.Module, layers: Any) -> list[torch.nn.Module]:
+    """Return the layers that were asked for, or those that a model of the usual build has, in their order."""
+    if layers is None:
+        if sharded := _sharded(model):
+            return sharded
+        lists = [
+            (name, module)
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.ModuleList) and len(module)
+        ]
+        outermost: list[torch.nn.ModuleList] = [
+            module for name, module in lists if not any(name.startswith(f"{outer}.") for outer, _ in lists if outer)
+        ]
+        if not outermost:
+            raise OptionError(
+                f"{type(model).__name__} has no recognisable layers: no module that FSDP2 wraps and no ModuleList; "
+                "pass layers=[...], the modules to offload in the order in which they run, "
+                "or put `with forebay.save_on_host():` around the forward pass"
+            )
+        largest: torch.nn.ModuleList = max(outermost, key=_count)
+        return list(largest)
+    if isinstance(layers, str):
+        try:
+            layers = model.get_submodule(layers)
+        except AttributeError as error:
+            raise OptionError(f"invalid layers: {error}; name a ModuleList of the model, or pass modules") from error
+    try:
+        found = list(layers)
+    except TypeError as error:
+        raise OptionError(f"invalid layers: {layers!r}; pass a list of modules, or the name of a ModuleList") from error
+    if not found or not all(isinstance(module, torch.nn.Module) for module in found):
+        raise OptionError(f"invalid layers: {found!r}; pass a list of one or more modules")
+    for module in found:
+        for other in found:
+            if other is not module and any(inner is module for inner in other.modules()):
+                raise OptionError(
+                    f"invalid layers: a {type(module).__name__} is inside a {type(other).__name__} that is listed too; "
+                    "list one of them"
+                )
+    if len({id(module) for module in found}) != len(found):
+        raise OptionError("invalid layers: a module is listed twice; list each once")
+    return found
+
+
+def _inside_checkpoint() -> bool:
+    """Whether a checkpoint of torch's own has its hooks in place: ours on top of them would stop its recomputation."""
+    if _top_hooks is None:
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
+            frame = frame.f_back
+        return frame is not None
+    top = _top_hooks(False)
+    return top is not None and getattr(top[0], "__module__", "") == checkpoint.__module__
+
+
+def _device_of(values: Iterable[Any]) -> torch.device | None:
+    """Return the device of the first tensor, if there is one."""
+    return next((value.device for value in values if isinstance(value, torch.Tensor)), None)
+
+
+def _stay_out() -> bool:
+    """Whether nothing is saved now that should be offloaded."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return True
+    # Recomputed inside a backward pass, for use at once; or captured into a graph, where nothing may be waited for.
+    if torch._C._current_graph_task_id() != -1:
+        return True
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+class Layer:
+    """Stands before the call of one layer and has its saved tensors offloaded."""
+
+    def __init__(self, saver: Saver, number: int, module: torch.nn.Module, *, keep: bool, recompute: bool) -> None:
+        self.saver, self.number, self.module, self.keep, self.recompute = saver, number, module, keep, recompute
+        self.inner: Callable[..., Any] = module.__dict__.get(_CALL) or module._call_impl
+        self.previous = module.__dict__.get(_CALL)
+        # A compiled module shows the attributes of the one inside, but calls it by itself.
+        self.has_checkpoint = hasattr(module, "gradient_checkpointing") and not hasattr(module, "_orig_mod")
+        self.previous_checkpoint: tuple[Any, bool] | None = None
+        self.fixed: set[int] | None = None
+        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
+        self.warned = False
+
+    def install(self) -> None:
+        """Take the place of the module's call. Written past ``__setattr__``, which a compiled module redirects."""
+        self.module.__dict__[_CALL] = self
+        if self.recompute and not self.keep and self.has_checkpoint and not self.module.gradient_checkpointing:
+            # transformers' own way in: it knows what may not run twice, such as a cache.
+            function = functools.partial(checkpoint, use_reentrant=False)
+            self.previous_checkpoint = (self.module.__dict__.get(_CHECKPOINT), False)
+            self.module.gradient_checkpointing = True  # type: ignore[assignment]
+            self.module.__dict__[_CHECKPOINT] = Recomputed(function, {id(self.module): self})
+
+    def remove(self) -> None:
+        """Put the module's call back."""
+        if self.module.__dict__.get(_CALL) is self:
+            if self.previous is None:
+                del self.module.__dict__[_CALL]
+            else:
+                self.module.__dict__[_CALL] = self.previous
+        if self.previous_checkpoint is not None:
+            function, self.module.gradient_checkpointing = self.previous_checkpoint  # type: ignore[assignment]
+            self.module.__dict__.pop(_CHECKPOINT, None)
+            if function is not None:
+                self.module.__dict__[_CHECKPOINT] = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the layer, offloading what it saves."""
+        if _stay_out() or not self.is_ready(args, kwargs):
+            return self.inner(*args, **kwargs)
+        if _inside_checkpoint():
+            self.warn_inside()
+            return self.inner(*args, **kwargs)
+        with self.entered():
+            if self.recompute and not self.keep and not self.has_checkpoint:
+                return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
+            return self.inner(*args, **kwargs)
+
+    def warn_inside(self) -> None:
+        """Say once that a checkpoint around the layer leaves nothing to offload."""
+        handled = isinstance(self.module.__dict__.get(_CHECKPOINT), Recomputed)
+        if not (self.warned or handled):
+            self.warned = True
+            warnings.warn(
+                f"layer {self.number} runs inside a checkpoint that forebay does not know of, so nothing of it is "
+                "offloaded; call forebay.offload_activations after gradient_checkpointing_enable, or drop that "
+                "checkpoint and use recompute=True",
+                stacklevel=4,
+            )
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Offload what is saved inside."""
+        engine = self.saver.engine(self.device)
+        self.fixed = None
+        engine.core.enter(self.number, engine.stream())
+        with saved_tensors_hooks(self.pack, self.saver.unpack):
+            yield
+        engine.core.leave(engine.stream())
+
+    def is_ready(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> bool:
+        """Find out where the layer computes; whether that is a GPU or the CPU.
+
+        Its inputs tell: parameters may be elsewhere until the layer runs, as FSDP2 has them on the host if asked to.
+        """
+        device = _device_of((*args, *(kwargs or {}).values())) or _device_of(map(local, self.module.parameters()))
+        self.device = device or self.device
+        self.saver.devices = self.device.type
+        return self.device.type in ("cuda", "cpu")
+
+    def pack(self, tensor: torch.Tensor) -> Saved | Stay:
+        """Take a tensor that the layer saves."""
+        # Beside recomputation only inputs are on the tape. What a kept layer saves would make them look few.
+        counted = not (self.keep and self.recompute)
+        return self.saver.pack(tensor, may_leave=not self.keep, counted=counted, fixed=self.own)
+
+    def own(self) -> set[int]:
+        """Return the storages of parameters and buffers as they are now; FSDP2 has put the whole ones in place."""
+        if self.fixed is None:
+            tensors = (*self.module.parameters(), *self.module.buffers())
+            self.fixed = {local(tensor).untyped_storage()._cdata for tensor in tensors}
+        return self.fixed
+
+
+def _same(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+class Recomputed:
+    """Stands before a checkpoint function of transformers, so that hooks are outside the checkpoint, not inside."""
+
+    def __init__(self, function: Callable[..., Any], layers: dict[int, Layer]) -> None:
+        self.function, self.layers = function, layers
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the model is not offloaded.
+        return (_same, (self.function,))
+
+    def __call__(self, call: Any, *args: Any, **kwargs: Any) -> Any:
+        """Recompute a layer, offloading its inputs."""
+        owner = getattr(getattr(call, "func", call), "__self__", None)
+        layer = self.layers.get(id(owner))
+        if layer is None or _stay_out() or _inside_checkpoint() or not layer.is_ready(args, kwargs):
+            return self.function(call, *args, **kwargs)
+        with layer.entered():
+            return self.function(call, *args, **kwargs)
+
+
+def wrap_checkpoints(model: torch.nn.Module, layers: list[Layer]) -> list[Callable[[], None]]:
+    """Stand before the checkpoint functions that a model has switched on; return what undoes it."""
+    undo: list[Callable[[], None]] = []
+    by_id = {id(layer.module): layer for layer in layers}
+    for module in model.modules():
+        function = module.__dict__.get(_CHECKPOINT)
+        if function is None or isinstance(function, Recomputed) or not getattr(module, "gradient_checkpointing", False):
+            continue
+        module.__dict__[_CHECKPOINT] = Recomputed(function, by_id)
+
+        def restore(module: torch.nn.Module = module, function: Any = function) -> None:
+            if isinstance(module.__dict__.get(_CHECKPOINT), Recomputed):
+                module.__dict__[_CHECKPOINT] = function
+
+        undo.append(restore)
+    return undo

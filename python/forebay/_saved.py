@@ -1,0 +1,269 @@
+"""Saved-tensor hooks: what autograd saves becomes numbers for the engine, and numbers become tensors again.
+
+Everything that is decided, ordered or waited for is decided, ordered and waited for in Rust; here tensors are told
+apart, held and rebuilt. The engine trusts two promises of this file: a source is held until the engine names it, and
+the memory of a fetch is allocated on the current stream and held until the entry is let go.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from forebay._core import Activations
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ON_DEVICE, FETCH_NOW = 0, 2
+"""What the engine says about an entry's place; 1 is in between: on its way, or arrived."""
+
+_empties: dict[torch.device, torch.Tensor] = {}
+
+_is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def open_engine(
+    device: torch.device, fraction: float | None, max_in_flight_bytes: int | None, pinned_budget_bytes: int | None
+) -> Activations:
+    """Open the engine for a device."""
+    name = "cpu" if device.type == "cpu" else f"cuda:{device.index}"
+    return Activations(name, fraction, max_in_flight_bytes, pinned_budget_bytes)
+
+
+class Stay:
+    """A saved tensor that is not the engine's business: small, a parameter, on another device."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # Detached: an output that held itself through its own graph would never be freed.
+        self.tensor, self.version = tensor.detach(), tensor._version
+
+    @property
+    def type(self) -> str:
+        """What autograd calls a tensor of this kind."""
+        return str(self.tensor.type())
+
+    @property
+    def shape(self) -> torch.Size:
+        """Its shape."""
+        return self.tensor.shape
+
+
+class Saved:
+    """A saved tensor on the engine's tape; it lives as long as autograd may ask for it."""
+
+    __slots__ = ("counter", "dtype", "engine", "entry", "kept", "offset", "save", "shape", "start", "stride", "version")
+
+    counter: torch.Tensor
+    """Shares the tensor's version counter, and nothing else: see ``counter_of``."""
+    kept: torch.Tensor | None
+    """The tensor itself, where it stays on the device."""
+    offset: int
+    start: int
+    """Where it begins, and where the range begins that travels, in elements of its storage."""
+
+    def __init__(self, engine: Engine, tensor: torch.Tensor, save: int, entry: int) -> None:
+        self.engine, self.save, self.entry = engine, save, entry
+        self.counter, self.version = counter_of(tensor), tensor._version
+        self.dtype, self.shape, self.stride = tensor.dtype, tensor.shape, tensor.stride()
+        self.kept = None
+
+    @property
+    def type(self) -> str:
+        """What autograd calls a tensor of this kind."""
+        return str(torch.empty(0, dtype=self.dtype, device=self.engine.device).type())
+
+    def __del__(self) -> None:
+        self.engine.release(self.save)
+
+
+def counter_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor whose ``_version`` is that of a tensor, now and later.
+
+    ``detach`` shares the version counter and the memory; giving the result other memory leaves it the counter alone.
+    Autograd keeps the same counter to notice changes in place, but only where there are no hooks.
+    """
+    empty = _empties.get(tensor.device)
+    if empty is None:
+        empty = _empties[tensor.device] = torch.empty(0, device=tensor.device)
+    counter = tensor.detach()
+    counter.data = empty
+    return counter
+
+
+def check_version(version: int, packed: Saved | Stay) -> None:
+    """Raise what autograd raises for a tensor that was changed between saving and use."""
+    if version != packed.version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{packed.type} {list(packed.shape)}] is at version {version}; expected version {packed.version} instead. "
+            "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
+            "torch.autograd.set_detect_anomaly(True, check_nan=False)."
+        )
+
+
+def extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the range of its storage that a tensor uses, as offset and length in bytes."""
+    size = tensor.element_size()
+    start = int(tensor.storage_offset()) * size
+    if tensor.is_contiguous():
+        return start, tensor.nbytes
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, (reach + 1) * size
+
+
+class Engine:
+    """One device's engine, with the memory that it must find unchanged."""
+
+    def __init__(self, device: torch.device, core: Activations) -> None:
+        self.device, self.core = device, core
+        self.held: dict[int, torch.UntypedStorage] = {}
+        # A storage's identity cannot be used again while a weak reference to it exists, so that an entry is found by
+        # this very storage and by no later one at its address.
+        self.guards: dict[int, StorageWeakRef] = {}
+        self.lock = threading.Lock()
+
+    def stream(self) -> int:
+        """Return torch's current stream."""
+        if self.device.type == "cpu":
+            return 0
+        return int(torch._C._cuda_getCurrentRawStream(self.device.index))
+
+    def save(self, tensor: torch.Tensor, *, may_leave: bool, counted: bool) -> tuple[Saved, str | None]:
+        """Put a tensor on the tape, and on its way to the host if it is chosen."""
+        storage = tensor.untyped_storage()
+        start, length = extent(tensor)
+        # All of a storage travels if most of it is used, so that its other views find it; else the part that is.
+        if 2 * length >= storage.nbytes():
+            start, length = 0, storage.nbytes()
+        address, size, version = storage.data_ptr(), storage.nbytes(), tensor._version
+        save, entry, start, new, leaves, dropped, reason = self.core.save(
+            storage._cdata, size, address, start, length, version, may_leave, counted, self.stream()
+        )
+        saved = Saved(self, tensor, save, entry)
+        if leaves:
+            saved.offset, saved.start = int(tensor.storage_offset()), start // tensor.element_size()
+        else:
+            saved.kept = tensor.detach()
+        if new:
+            self.guards[entry] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            if leaves and entry not in dropped:
+                self.held[entry] = storage
+        for entry in dropped:
+            self.held.pop(entry, None)
+        return saved, reason
+
+    def load(self, saved: Saved) -> torch.Tensor:
+        """Return a saved tensor, fetched ahead or now."""
+        with self.lock:
+            stream = self.stream()
+            entry, place, hold, wanted = self.core.open(saved.save, stream)
+            for wanted_entry, length in wanted:
+                self.fetch(wanted_entry, length, wanted_entry == entry, stream)
+            if saved.kept is not None:
+                return saved.kept
+            if place != ON_DEVICE:
+                self.core.ready(entry, stream)
+            tensor = torch.empty(0, dtype=saved.dtype, device=self.device)
+            # What was fetched begins where the range that was saved does; the source is the whole storage still.
+            offset = saved.offset if place == ON_DEVICE else saved.offset - saved.start
+            tensor.set_(self.held[entry], offset, saved.shape, saved.stride)
+            if place != ON_DEVICE and not hold:
+                del self.held[entry]
+                self.core.let_go(entry)
+            return tensor
+
+    def fetch(self, entry: int, length: int, now: bool, stream: int) -> None:
+        """Allocate memory for an entry and have it filled."""
+        try:
+            memory = torch.empty(length, dtype=torch.uint8, device=self.device).untyped_storage()
+        except torch.OutOfMemoryError:
+            self.core.let_go(entry)
+            if now:
+                raise
+            return  # there is time to try again when it is wanted
+        self.held[entry] = memory
+        self.core.fetch(entry, memory.data_ptr(), length, now, stream)
+
+    def release(self, save: int) -> None:
+        """Let go of what a saved tensor had, now that it is gone."""
+        entry = self.core.release(save)
+        if entry is not None:
+            self.held.pop(entry, None)
+            self.guards.pop(entry, None)
+
+
+class Saver:
+    """Packs and unpacks for one set of options, on as many devices as tensors are found on."""
+
+    def __init__(self, devices: str | None, min_bytes: int, open_core: Callable[[torch.device], Activations]) -> None:
+        # The type of device whose tensors are offloaded; that of the layers, where there are any.
+        self.devices, self.min_bytes, self.open_core = devices, min_bytes, open_core
+        self.engines: dict[torch.device, Engine] = {}
+        self.warned = False
+
+    def engine(self, device: torch.device) -> Engine:
+        """Return the engine of a device, opened at its first use."""
+        engine = self.engines.get(device)
+        if engine is None:
+            engine = self.engines[device] = Engine(device, self.open_core(device))
+        return engine
+
+    def stays(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is none to put on the tape; parameters and their views among them."""
+        if type(tensor) is not torch.Tensor or tensor.device.type != self.devices or tensor.layout != torch.strided:
+            return True
+        if tensor.nbytes < self.min_bytes or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            return True
+        if _is_wrapped(tensor) or extent(tensor)[1] < max(self.min_bytes, 1):
+            return True
+        base = tensor._base
+        return base is not None and type(base) is not torch.Tensor
+
+    def pack(
+        self,
+        tensor: torch.Tensor,
+        *,
+        may_leave: bool = True,
+        counted: bool = True,
+        fixed: Callable[[], set[int]] | None = None,
+    ) -> Saved | Stay:
+        """Take a tensor that autograd saves."""
+        if self.stays(tensor) or (fixed is not None and tensor.untyped_storage()._cdata in fixed()):
+            return Stay(tensor)
+        saved, reason = self.engine(tensor.device).save(tensor, may_leave=may_leave, counted=counted)
+        if reason is not None and not self.warned:
+            self.warned = True
+            warnings.warn(
+                f"forebay keeps activations on the GPU: {reason}; raise pinned_budget_bytes, or lower fraction",
+                stacklevel=2,
+            )
+        return saved
+
+    def unpack(self, packed: Saved | Stay) -> torch.Tensor:
+        """Give it back, unchanged or not at all."""
+        if isinstance(packed, Stay):
+            check_version(packed.tensor._version, packed)
+            return packed.tensor
+        check_version(packed.counter._version, packed)
+        return packed.engine.load(packed)
+
+    def stats(self) -> dict[str, float]:
+        """Return sums over all devices."""
+        counts = ("stored_bytes", "fetched_bytes", "kept_bytes", "pinned_bytes", "pinned_peak_bytes", "stalls")
+        found: dict[str, float] = dict.fromkeys((*counts, "stall_s", "max_in_flight_bytes"), 0)
+        rates = dict.fromkeys(("fraction", "store_gbps", "fetch_gbps"), 0.0)
+        for engine in self.engines.values():
+            numbers, floats = engine.core.stats()
+            for name, number in zip(counts, numbers, strict=False):
+                found[name] += number
+            found["stall_s"] += numbers[6] / 1e9
+            found["max_in_flight_bytes"] = max(found["max_in_flight_bytes"], numbers[7])
+            rates = dict(zip(rates, floats, strict=True))
+        return found | rates

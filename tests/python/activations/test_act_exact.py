@@ -1,0 +1,132 @@
+"""Gradients with offload are those without, bit for bit, whatever shares memory with what."""
+
+import pytest
+import torch
+from offload_helpers import WIDTH, Of, Stack, assert_nothing_left, compare, data, offloaded, stack, train
+
+import forebay
+
+# Each makes a layer save something that a copy by address or by tensor would get wrong.
+FUNCTIONS = {
+    "h h^T h": lambda x, w: (x @ w) @ (x @ w).T @ (x @ w),
+    "one h, three times": lambda x, w: (lambda h: h @ h.T @ h)(x @ w),
+    "a tensor and its transpose": lambda x, w: (lambda h: h * h.T.contiguous().T + (h.T @ h).sum())(x @ w),
+    "slices": lambda x, w: (lambda h: torch.cat([h[:, :40].tanh() * h[:, 24:], h[:, :24]], dim=1))(x @ w),
+    "small slices": lambda x, w: (lambda h: h + (h[:20] * h[70:90]).sum())(x @ w),
+    "chunks": lambda x, w: (lambda a, b: torch.cat([a * b, b.exp()], dim=1))(*(x @ w).chunk(2, dim=1)),
+    "rows apart": lambda x, w: (lambda h: h + (h[::2].exp() * h[1::2]).sum())(x @ w),
+    "the same tensor twice": lambda x, w: (lambda h: h * h + h.sin() * h)(x @ w),
+    "the parameter itself": lambda x, w: x @ w * w.sum() + (w * w).sum(),
+    "views of the parameter": lambda x, w: (x @ w.t()) @ w + x @ w.view(-1).view(WIDTH, WIDTH).tanh(),
+    "detached from the parameter": lambda x, w: (x * w.detach()[0]).exp() @ w,
+    "data of the parameter": lambda x, w: (x @ w.data).sin() @ w,
+    "expanded": lambda x, w: (x @ w) * (x @ w).mean(0, keepdim=True).expand(x.shape[0], -1).exp(),
+    "permuted": lambda x, w: (x @ w).view(-1, 8, 8).permute(2, 0, 1).exp().permute(1, 2, 0).reshape(-1, WIDTH),
+    "complex": lambda x, w: torch.fft.ifft(torch.fft.fft(x @ w) * torch.fft.fft(x)).real,
+    "conjugated": lambda x, w: (lambda f: (f * f.conj() * f.conj()).real)(torch.fft.fft(x @ w)),
+    "half precision": lambda x, w: ((x.bfloat16() @ w.bfloat16()).exp() * x.bfloat16()).float(),
+    "double precision": lambda x, w: ((x.double() @ w.double()).exp()).float(),
+    "indices": lambda x, w: (x @ w).gather(1, (x.argsort(1))).exp(),
+    "masks": lambda x, w: torch.where(x > 0, (x @ w).exp(), (x @ w).sin()),
+    "padded": lambda x, w: torch.nn.functional.pad((x @ w), (1, 1))[:, 1:-1].exp(),
+    "as strided": lambda x, w: (lambda h: h.as_strided((40, 50), (2, 64), 3).exp().sum() + h)(x @ w),
+}
+
+
+@pytest.mark.parametrize("what", FUNCTIONS)
+@pytest.mark.parametrize("window", [1, None])
+def test_gradients_are_the_same(what: str, window: int | None, device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = Stack(*(Of(FUNCTIONS[what]) for _ in range(3))).to(device)
+    x = data(device) / 8
+    if what == "a tensor and its transpose":
+        x = x[:WIDTH]
+    compare(model, lambda: train(model, x), max_in_flight_bytes=window, min_bytes=256)
+
+
+@pytest.mark.parametrize("fraction", [0.3, 0.7, 1.0, "auto"])
+@pytest.mark.parametrize("window", [1, 30_000, None])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_options_change_no_bit(fraction: object, window: int | None, recompute: bool, device: torch.device) -> None:
+    model = stack(device, depth=6)
+    x = data(device)
+    compare(
+        model,
+        lambda: train(model, x, passes=4),
+        fraction=fraction,
+        max_in_flight_bytes=window,
+        recompute=recompute,
+        keep_last=1,
+    )
+
+
+def test_views_of_one_storage_travel_once_and_keep_their_layout(device: torch.device) -> None:
+    base = torch.randn(128, 64, device=device)
+    views = [base, base.t(), base[3:100, 5:60], base[::3], base.view(64, 128), base.as_strided((5, 7), (64, 2), 9)]
+    context = forebay.save_on_host(min_bytes=0, max_in_flight_bytes=1, device=device.type)
+    packed = [context.pack_hook(view) for view in views]
+    back = [context.unpack_hook(one) for one in packed]
+    assert context.stats()["stored_bytes"] == base.nbytes
+    for view, copy in zip(views, back, strict=True):
+        assert copy.data_ptr() != view.data_ptr()
+        assert (copy.shape, copy.stride(), copy.storage_offset()) == (view.shape, view.stride(), view.storage_offset())
+        assert torch.equal(copy, view)
+    del packed, back
+    assert_nothing_left(context)
+
+
+def test_a_small_part_of_a_large_storage_travels_alone(device: torch.device) -> None:
+    base = torch.randn(1000, 64, device=device)
+    part = base[500:520, ::2]
+    context = forebay.save_on_host(min_bytes=0, max_in_flight_bytes=1, device=device.type)
+    packed = context.pack_hook(part)
+    assert context.stats()["stored_bytes"] < 64 * 20 * 4
+    copy = context.unpack_hook(packed)
+    assert copy.stride() == part.stride()
+    assert torch.equal(copy, part)
+
+
+def test_memory_used_again_at_the_same_address_is_not_the_same_tensor(device: torch.device) -> None:
+    context = forebay.save_on_host(min_bytes=0, max_in_flight_bytes=1, device=device.type)
+    packed, addresses = [], set()
+    for value in range(20):
+        # Freed as soon as it is saved, so that the next one is likely to be where it was.
+        tensor = torch.full((64, 64), float(value), device=device)
+        addresses.add(tensor.data_ptr())
+        packed.append(context.pack_hook(tensor))
+        del tensor
+    assert len(addresses) < 20, "the allocator did not use an address again: nothing was tested"
+    for value, one in enumerate(packed):
+        assert torch.equal(context.unpack_hook(one), torch.full((64, 64), float(value), device=device))
+
+
+def test_random_numbers_are_untouched(device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = Stack(*(torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout(0.3)) for _ in range(4)))
+    model.to(device)
+    x = data(device)
+
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        return train(model, x)
+
+    for recompute in (False, True):
+        compare(model, run, recompute=recompute)
+
+
+def test_off_is_a_true_no_op(device: torch.device) -> None:
+    model = stack(device)
+    before = [dict(module.__dict__) for module in model.modules()]
+    handle = offloaded(model, fraction=0.0)
+    assert [dict(module.__dict__) for module in model.modules()] == before
+    train(model, data(device))
+    assert handle.stats()["stored_bytes"] == handle.stats()["pinned_bytes"] == 0
+    handle.remove()
+
+
+def test_removing_restores_the_model(device: torch.device) -> None:
+    model = stack(device)
+    before = [dict(module.__dict__) for module in model.modules()]
+    with offloaded(model, recompute=True):
+        assert [dict(module.__dict__) for module in model.modules()] != before
+    assert [dict(module.__dict__) for module in model.modules()] == before
