@@ -33,6 +33,7 @@ from torch.futures import Future
 
 from forebay import _core
 from forebay._progress import bar
+from forebay._snapshot import wait_before_load
 from forebay._torch import local, stream_handle
 from forebay._values import decode, encode
 from forebay.errors import CheckpointError, Error, OptionError
@@ -397,6 +398,7 @@ class Reader(StorageReader):
         items = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         targets = [planner.resolve_tensor(item).detach() for item in items]
         total = sum(target.nbytes for target in targets)
+        wait_before_load()
         with torch.no_grad(), bar(f"loading {self.path.name}", total, shown=self.progress) as moved:
             self._read(items, targets, moved)
         for item, target in zip(items, targets, strict=True):

@@ -163,12 +163,17 @@ def async_save(
         state["extra"] = dict(extra)
     group = _background_group()
     snapshot = Snapshot(state, optimizers, snapshot_budget_bytes)
-    writer.snapshot, writer.moved = snapshot, _core.Moved()
-    writer.bytes_per_s = None if write_gbps is None else write_gbps * 1e9
-    leaves, _ = flatten_state_dict(snapshot.state)
-    total = sum(local(value).nbytes for value in leaves.values() if isinstance(value, torch.Tensor))
-    snapshot.copy_ahead(max(min((os.cpu_count() or 2) // 2, 8), 1), None)
-    handle = Handle(snapshot, lambda: _write(snapshot.state, writer, group), total, writer.moved)
+    try:
+        writer.snapshot, writer.moved = snapshot, _core.Moved()
+        writer.bytes_per_s = None if write_gbps is None else write_gbps * 1e9
+        leaves, _ = flatten_state_dict(snapshot.state)
+        total = sum(local(value).nbytes for value in leaves.values() if isinstance(value, torch.Tensor))
+        snapshot.copy_ahead(max(min((os.cpu_count() or 2) // 2, 8), 1), None)
+        handle = Handle(snapshot, lambda: _write(snapshot.state, writer, group), total, writer.moved)
+    except BaseException:
+        # Nobody will write it, so no step may wait for it.
+        snapshot.finish()
+        raise
     _earlier[:] = [handle]
     return handle
 
