@@ -6,7 +6,7 @@ from _typeshed import Incomplete, SupportsGetItem, SupportsLenAndGetItem
 from os import PathLike
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["CHECKPOINT_BLOCK_BYTES", "Checkpoint", "Engine", "HostCopies", "HostView", "Moved", "Saving", "Snapshot", "_errors_for_test", "_gil_is_released_for_test", "_panic_for_test", "backends", "bench_step", "host_memory", "probe", "version", "write_checkpoint"]
+__all__ = ["CHECKPOINT_BLOCK_BYTES", "Checkpoint", "Engine", "HostCopies", "HostView", "Moved", "Saving", "Snapshot", "_errors_for_test", "_gil_is_released_for_test", "_panic_for_test", "backends", "bench_step", "host_memory", "look", "probe", "version", "write_checkpoint"]
 
 CHECKPOINT_BLOCK_BYTES: Final[int]
 """
@@ -210,6 +210,12 @@ def bench_step(device: str | None, params: SupportsIndex, slots: SupportsIndex, 
 def host_memory() -> tuple[int, int]:
     """
     Bytes of host memory that this process may use in all, and that are available now.
+    """
+
+def look(tensors: Any, table: Any) -> tuple[list[int], bytes, list[int], list[int], bool] | None:
+    """
+    Look at torch's tensors through the table that `torch.Tensor.__dlpack_c_exchange_api__` names: one call for each
+    tensor instead of five from Python. Nothing where the table or a tensor is not as expected; then Python looks itself.
     """
 
 def probe(device: str | None = None) -> str:

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import repeat
+from typing import TYPE_CHECKING
 
 import torch
 
-from forebay._torch import DTYPES, addresses, check_overlap, dense_strides, dtype_numbers, in_order, local, locals_of
+from forebay._torch import DTYPES, Looked, addresses, check_overlap, dense_strides, in_order, local, locals_of, look
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class Store:
@@ -54,16 +58,6 @@ class Properties:
     elements: list[int]
     # The store that they were found to fit.
     fits: Store | None = None
-
-    @classmethod
-    def of(cls, tensors: list[torch.Tensor], param: list[int]) -> Properties:
-        """Look at every tensor."""
-        return cls(
-            param=param,
-            devices=list(map(torch.Tensor.get_device, tensors)),
-            shapes=list(map(torch.Tensor.size, tensors)),
-            elements=list(map(torch.Tensor.numel, tensors)),
-        )
 
 
 class Flat:
@@ -119,9 +113,9 @@ class Found:
         self.inner_gradients = locals_of(self.gradients)
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.param: list[int] = []
-        self.param_dtype: list[int] = []
+        self.param_dtype: Sequence[int] = []
         self.grad: list[int] = []
-        self.grad_dtype: list[int] = []
+        self.grad_dtype: Sequence[int] = []
         self.properties: Properties | None = None
         self.contiguous = False
 
@@ -134,23 +128,19 @@ class Found:
             The device to compute on, as ``get_device`` numbers them; -1 for the CPU.
         """
         try:
-            self.param = addresses(self.inner)
-            self.grad = addresses(self.inner_gradients)
-            self.param_dtype = dtype_numbers(self.inner)
-            self.grad_dtype = dtype_numbers(self.inner_gradients)
-            self.properties = self._properties()
+            parameters, gradients = look(self.inner), look(self.inner_gradients)
+            self.param, self.param_dtype = parameters.addresses, parameters.dtypes
+            self.grad, self.grad_dtype = gradients.addresses, gradients.dtypes
+            self.properties = self._properties(parameters)
         except (KeyError, RuntimeError):
             # A type that the kernels do not know, or a tensor that is not one stretch of memory.
             return False
         properties = self.properties
         if not set(properties.devices) <= {compute, -1}:
             return False
-        if list(map(torch.Tensor.get_device, self.inner_gradients)) != properties.devices:
+        if gradients.devices != properties.devices or gradients.elements != properties.elements:
             return False
-        if list(map(torch.Tensor.numel, self.inner_gradients)) != properties.elements:
-            return False
-        both = chain(self.inner, self.inner_gradients)
-        self.contiguous = all(map(torch.Tensor.is_contiguous, both))
+        self.contiguous = parameters.contiguous and gradients.contiguous
         # A view that torch negates as it reads, such as the imaginary part of a conjugate, is every other element of
         # its memory, so never contiguous with more than one. Asking is slow, so only then.
         if not self.contiguous or 1 in properties.elements:
@@ -158,12 +148,12 @@ class Found:
             self.grad = addresses(self.inner_gradients)
         return True
 
-    def _properties(self) -> Properties:
+    def _properties(self, looked: Looked) -> Properties:
         # Memory at the same address as in the last step is the same memory; its type and order may be others.
         known = self.flat.properties
         if self.whole and known is not None and known.param == self.param:
             return known
-        properties = Properties.of(self.inner, self.param)
+        properties = Properties(self.param, looked.devices, list(map(torch.Tensor.size, self.inner)), looked.elements)
         if self.whole:
             self.flat.properties = properties
         return properties
@@ -180,7 +170,7 @@ class Found:
             self.inner_gradients[i] = in_order(self.inner_gradients[i], order)
         self.param, self.grad = addresses(self.inner), addresses(self.inner_gradients)
 
-    def numbers(self) -> dict[str, list[int]]:
+    def numbers(self) -> dict[str, Sequence[int]]:
         """Return addresses and types as the engine takes them."""
         return {
             "param": self.param,

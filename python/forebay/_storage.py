@@ -40,6 +40,8 @@ from forebay.errors import CheckpointError, Error, OptionError
 from forebay.optim import AdamW
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from forebay._snapshot import Snapshot
 
 StrPath = str | os.PathLike[str]
@@ -127,6 +129,7 @@ class Writer(StorageWriter):
         self.bytes_per_s: float | None = None
         self.moved: _core.Moved | None = None
         self._saving: _core.Saving | None = None
+        self._checks: list[Callable[[], None]] = []
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Begin anew, at another path if one is given."""
@@ -148,7 +151,9 @@ class Writer(StorageWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Leave the plan as it is."""
+        """Leave the plan as it is, unless there is a reason not to save: from here every rank hears of it."""
+        for check in self._checks:
+            check()
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -352,15 +357,31 @@ class Reader(StorageReader):
         self._checkpoint: _core.Checkpoint | None = None
         self._manifest: dict[str, Any] = {}
         self._chunks: dict[tuple[str, tuple[int, ...]], int] = {}
+        # Why nothing can be loaded, until all ranks hear of it; and whether anything has been read.
+        self._refused: Error | None = None
+        self._has_read = False
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Begin anew, at another path if one is given."""
         self._checkpoint = None
+        self._refused = None
+        self._has_read = False
         if checkpoint_id is not None:
             self.path = Path(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Open the checkpoint, check its structure, and say what is in it."""
+        try:
+            return self._open()
+        except Error as error:
+            if "rank" not in kwargs:
+                raise
+            # DCP passes over the first error, asks again for metadata of one rank, and would then only say that there
+            # is none.
+            self._refused = error
+            return Metadata({})
+
+    def _open(self) -> Metadata:
         self._checkpoint = _core.Checkpoint(self.path)
         self._manifest = manifest = json.loads(self._checkpoint.manifest())
         described: dict[str, Any] = {name: BytesStorageMetadata() for name in manifest["objects"]}
@@ -380,7 +401,9 @@ class Reader(StorageReader):
         return Metadata(described, planner_data=paths, storage_data=storage)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: everything was opened with the metadata."""
+        """Refuse what could not be opened: from here every rank hears of it."""
+        if self._refused is not None:
+            raise self._refused
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Leave the plan as it is."""
@@ -392,6 +415,7 @@ class Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what a plan asks for."""
+        self._has_read = True
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, _pickled(self.value(item.storage_index.fqn)))

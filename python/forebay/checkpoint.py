@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    _get_fqns,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -32,7 +34,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from forebay import _core
 from forebay._snapshot import Handle, Snapshot
 from forebay._storage import Reader, StrPath, Writer
-from forebay._torch import local
+from forebay._torch import describe_like, is_dtensor, local
 from forebay.errors import CheckpointError, Error, OptionError
 from forebay.optim import AdamW
 
@@ -73,14 +75,17 @@ def save(
         The ranks that save; by default all of them.
     """
     optimizers = _optimizers(optimizer)
-    for one in optimizers:
-        if isinstance(one, AdamW):
-            one.check_trusted("saved")
     state = _state(model, optimizers)
     if extra is not None:
         state["extra"] = dict(extra)
     _wait_for_earlier("wait")
-    _write(state, Writer(path, keep_last=keep_last), process_group)
+    _write(state, _writer(path, keep_last, optimizers), process_group)
+
+
+def _writer(path: StrPath, keep_last: int | None, optimizers: list[torch.optim.Optimizer]) -> Writer:
+    writer = Writer(path, keep_last=keep_last)
+    writer._checks = [partial(one.check_trusted, "saved") for one in optimizers if isinstance(one, AdamW)]
+    return writer
 
 
 def _write(state: dict[str, Any], writer: Writer, process_group: Any) -> None:
@@ -153,10 +158,7 @@ def async_save(
     if write_gbps is not None and not write_gbps > 0:
         raise OptionError(f"invalid write_gbps: {write_gbps!r}; use a positive number, or None")
     optimizers = _optimizers(optimizer)
-    for one in optimizers:
-        if isinstance(one, AdamW):
-            one.check_trusted("saved")
-    writer = Writer(path, keep_last=keep_last)
+    writer = _writer(path, keep_last, optimizers)
     _wait_for_earlier(when_busy)
     state = _state(model, optimizers)
     if extra is not None:
@@ -227,13 +229,25 @@ def load(
     """
     optimizers = _optimizers(optimizer)
     reader = Reader(path)
-    metadata = reader.read_metadata()
     state = _state(model, optimizers)
     wanted, _ = flatten_state_dict(state)
-    missing = _compare(reader.path, wanted, metadata, strict)
-    with _plain_errors("load"), _quietly():
-        planner = DefaultLoadPlanner(allow_partial_load=True)
-        dcp_load(state, storage_reader=reader, planner=planner, process_group=process_group)
+    missing: list[str] = []
+    try:
+        missing = _compare(reader.path, wanted, reader.read_metadata(), strict)
+    except Error as error:
+        # The others may have found nothing wrong: they hear of it from DCP, instead of waiting for this rank.
+        reader._refused = error
+    try:
+        with _plain_errors("load"), _quietly():
+            planner = DefaultLoadPlanner(allow_partial_load=True)
+            dcp_load(state, storage_reader=reader, planner=planner, process_group=process_group)
+    except BaseException as error:
+        if reader._has_read:
+            # Whichever rank failed, what this one has is of one checkpoint in part and of another in part.
+            for one in optimizers:
+                if isinstance(one, AdamW):
+                    one.distrust(str(error))
+        raise
     with torch.no_grad():
         for name in missing:
             # State that the checkpoint does not have starts anew; a master follows its weight below.
@@ -263,6 +277,12 @@ def _state(model: torch.nn.Module | None, optimizers: list[torch.optim.Optimizer
             raise OptionError("an optimizer needs its model: the state's names are the model's")
         return {}
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if is_dtensor(parameter):
+            # A module's state dict has new tensors, which are not described as the parameters are.
+            for key in _get_fqns(model, name):
+                if key in state["model"]:
+                    describe_like(parameter, state["model"][key])
     if optimizers:
         for one in optimizers:
             if isinstance(one, AdamW):

@@ -282,7 +282,7 @@ class AdamW(torch.optim.Optimizer):
                 found.properties.fits = store
             if not (store.contiguous and found.contiguous):
                 found.put_in_order(store.strides)
-            lists = [found.numbers()]
+            lists: list[Any] = [found.numbers()]
         else:
             self._check_unchanged(
                 found,

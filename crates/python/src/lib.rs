@@ -30,7 +30,7 @@ mod _core {
     #[pymodule_export]
     use crate::testing::{_errors_for_test, _gil_is_released_for_test, _panic_for_test};
     #[pymodule_export]
-    use crate::torch::HostView;
+    use crate::torch::{HostView, look};
 
     /// Bytes of a checkpoint's file that one checksum covers.
     #[pymodule_export]

@@ -4,7 +4,8 @@
 //! `forebay/_torch.py`, the one caller, guarantees.
 
 use std::any::Any;
-use std::ffi::c_int;
+use std::ffi::{c_int, c_void};
+use std::mem::MaybeUninit;
 use std::sync::Arc;
 
 use forebay::Result;
@@ -12,6 +13,7 @@ use forebay::device::{Buffer, Place, Region, SharedDevice, Stream};
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
+use pyo3::types::{PyCapsule, PyList};
 
 /// Keeps whatever owns an address alive.
 pub(crate) type Keeper = Arc<dyn Any + Send + Sync>;
@@ -48,6 +50,93 @@ pub(crate) fn stream(device: &SharedDevice, handle: u64) -> Result<Stream> {
     // SAFETY: `_torch.py` passes `torch.cuda.current_stream(device).cuda_stream`; torch's streams live as long as the
     // process, and the device is torch's primary context.
     Ok(unsafe { device.borrow_stream(handle as usize, "torch") }?)
+}
+
+/// A tensor as DLPack's C table describes it, without a reference to it; the layout is DLPack's, of major version 1.
+#[repr(C)]
+struct DlTensor {
+    data: *mut c_void,
+    device_type: i32,
+    device_id: i32,
+    ndim: i32,
+    code: u8,
+    bits: u8,
+    lanes: u16,
+    shape: *mut i64,
+    strides: *mut i64,
+    byte_offset: u64,
+}
+
+/// The head of DLPack's table of C functions, up to the one used here.
+#[repr(C)]
+struct DlTable {
+    major: u32,
+    minor: u32,
+    _previous: *mut c_void,
+    _allocate: *mut c_void,
+    _from_object: *mut c_void,
+    _to_object: *mut c_void,
+    describe: Option<unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int>,
+}
+
+/// What one look at many tensors finds: addresses, numbers of their types, numbers of their devices, elements, and
+/// whether all of them are contiguous.
+type Looked = (Vec<u64>, Vec<u8>, Vec<i32>, Vec<u64>, bool);
+
+/// Look at torch's tensors through the table that `torch.Tensor.__dlpack_c_exchange_api__` names: one call for each
+/// tensor instead of five from Python. Nothing where the table or a tensor is not as expected; then Python looks itself.
+#[pyfunction]
+pub(crate) fn look(tensors: &Bound<'_, PyAny>, table: &Bound<'_, PyAny>) -> PyResult<Option<Looked>> {
+    const CPU: i32 = 1;
+    const CUDA: i32 = 2;
+    let (py, tensors) = (tensors.py(), tensors.cast::<PyList>()?);
+    let table = table.cast::<PyCapsule>()?.pointer_checked(Some(c"dlpack_exchange_api"))?.cast::<DlTable>();
+    // SAFETY: a capsule of this name holds a pointer to such a table, which lives as long as the process; its head is the
+    // same in every version, and the rest is only looked at where the major version is the one declared above.
+    let (major, describe) = unsafe { ((*table.as_ptr()).major, (*table.as_ptr()).describe) };
+    let Some(describe) = describe.filter(|_| major == 1) else { return Ok(None) };
+    let count = tensors.len();
+    let mut found: Looked = (
+        Vec::with_capacity(count),
+        Vec::with_capacity(count),
+        Vec::with_capacity(count),
+        Vec::with_capacity(count),
+        true,
+    );
+    for tensor in tensors {
+        let mut at = MaybeUninit::<DlTensor>::uninit();
+        // SAFETY: `tensor` is a live object of the type that the table belongs to, which the caller has checked; the
+        // function fills the struct or returns an error with a Python exception set. The GIL is held.
+        if unsafe { describe(tensor.as_ptr().cast(), at.as_mut_ptr()) } != 0 {
+            drop(PyErr::take(py));
+            return Ok(None);
+        }
+        // SAFETY: filled by the call.
+        let at = unsafe { at.assume_init() };
+        let dtype = match (at.code, at.bits, at.lanes) {
+            (2, 32, 1) => 0,
+            (4, 16, 1) => 1,
+            (2, 16, 1) => 2,
+            _ => return Ok(None),
+        };
+        let device = match at.device_type {
+            CPU => -1,
+            CUDA => at.device_id,
+            _ => return Ok(None),
+        };
+        let mut elements = 1i64;
+        for dim in (0..at.ndim as usize).rev() {
+            // SAFETY: shape and strides have `ndim` entries, and live as long as the tensor does.
+            let (side, stride) = unsafe { (*at.shape.add(dim), *at.strides.add(dim)) };
+            found.4 &= side == 1 || stride == elements;
+            elements *= side;
+        }
+        found.0.push(at.data as u64 + at.byte_offset);
+        found.1.push(dtype);
+        found.2.push(device);
+        found.3.push(elements as u64);
+    }
+    Ok(Some(found))
 }
 
 /// A range of a pinned slab as a Python buffer of exactly that size. It keeps the slab alive.

@@ -7,11 +7,22 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from dist_models import STEPS, adamw, assert_same_bits, backward, full, inner, make, parameters_of, shard, state_of
+from dist_models import (
+    STEPS,
+    adamw,
+    assert_same_bits,
+    backward,
+    describe,
+    full,
+    inner,
+    make,
+    parameters_of,
+    shard,
+    state_of,
+)
 from dist_registry import case
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_write_items
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -141,25 +152,6 @@ def one_norm_over_several_meshes() -> None:
     for parameter in parameters:
         expected = 0.1 * full(parameter.grad) / squares.sqrt().float()
         torch.testing.assert_close(full(optimizer.state[parameter]["exp_avg"]), expected, rtol=1e-5, atol=1e-7)
-
-
-def describe(parameter: DTensor, first_row: int, on_local: bool) -> ChunkStorageMetadata:
-    """Describe a shard that torch cannot work out, as Megatron-FSDP does."""
-    local = parameter._local_tensor
-    chunk = ChunkStorageMetadata(offsets=torch.Size((first_row, 0)), sizes=local.shape)
-
-    def chunk_list() -> list[ChunkStorageMetadata]:
-        return [chunk]
-
-    def write_items(fqn: str, tensor: DTensor) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(tensor.to_local())
-        data = TensorWriteData(chunk=chunk, properties=properties, size=tensor.size())
-        return [WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)]
-
-    carrier: Any = local if on_local else parameter
-    carrier.__create_chunk_list__ = chunk_list
-    carrier.__create_write_items__ = write_items
-    return chunk
 
 
 @case(2)

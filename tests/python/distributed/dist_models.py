@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -158,3 +160,24 @@ def assert_same_on_all_ranks(tensors: Iterable[torch.Tensor]) -> None:
 def adamw(net: nn.Module, placement: str = "stream", **options: Any) -> forebay.AdamW:
     """Return the optimizer under test, over the model's groups, with a small ring."""
     return forebay.AdamW(groups(net), placement=placement, **SMALL, **options)
+
+
+def describe(tensor: DTensor, first_row: int, on_local: bool) -> ChunkStorageMetadata:
+    """Describe a shard that torch cannot work out, as Megatron-FSDP does: an empty one is not written at all."""
+    local = tensor._local_tensor
+    chunk = ChunkStorageMetadata(offsets=torch.Size((first_row, 0)), sizes=local.shape)
+
+    def chunk_list() -> list[ChunkStorageMetadata]:
+        return [chunk]
+
+    def write_items(fqn: str, tensor: DTensor) -> list[WriteItem]:
+        if tensor.to_local().numel() == 0:
+            return []
+        properties = TensorProperties.create_from_tensor(tensor.to_local())
+        data = TensorWriteData(chunk=chunk, properties=properties, size=tensor.size())
+        return [WriteItem(index=MetadataIndex(fqn, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)]
+
+    carrier: Any = local if on_local else tensor
+    carrier.__create_chunk_list__ = chunk_list
+    carrier.__create_write_items__ = write_items
+    return chunk

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from dist_registry import cases
+from dist_registry import SurvivedError, cases, set_shared_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,9 +47,12 @@ def run(function: Callable[[], None], store: dist.Store, rank: int, world: int, 
             torch.manual_seed(0)
             function()
             dist.barrier()
+    except SurvivedError:
+        pass
     finally:
         gc.collect()
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def main(kind: str, world: int, rank: int, folder: Path, limit_s: float) -> None:
@@ -64,11 +67,13 @@ def main(kind: str, world: int, rank: int, folder: Path, limit_s: float) -> None
         backend = "cpu:gloo,cuda:nccl"
     files = dist.FileStore(str(folder / "store"), world)
     results: dict[str, dict[str, object]] = {}
-    for name, function in cases(kind, world).items():
+    set_shared_folder(folder)
+    for name, (function, ranks, _) in cases(kind, world).items():
         start = time.perf_counter()
         error = None
         try:
-            run(function, dist.PrefixStore(name, files), rank, world, backend)
+            if rank < ranks:
+                run(function, dist.PrefixStore(name, files), rank, ranks, backend)
         except Exception:
             error = traceback.format_exc()
         results[name] = {"error": error, "seconds": time.perf_counter() - start}
