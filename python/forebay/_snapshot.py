@@ -264,6 +264,10 @@ class Handle:
         self._thread.join()
         self.raise_untold(again=True)
 
+    def has_untold(self) -> bool:
+        """Whether something went wrong that has not been raised yet."""
+        return self._error is not None and not self._told
+
     def raise_untold(self, *, again: bool = False) -> None:
         """Raise what went wrong, unless it has been raised before."""
         if self._error is not None and (again or not self._told):
