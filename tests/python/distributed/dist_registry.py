@@ -20,6 +20,7 @@ MODULES = {
     "cpu": ("dist_cases_ddp", "dist_cases_fsdp", "dist_cases_dtensor", "dist_cases_state_dict"),
     "cuda": ("dist_cases_cuda",),
     "checkpoint": ("dist_cases_checkpoint", "dist_cases_checkpoint_failures", "dist_cases_checkpoint_killed"),
+    "async": ("dist_cases_async",),
 }
 """Where the cases are, by what the ranks need."""
 
