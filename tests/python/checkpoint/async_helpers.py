@@ -1,4 +1,4 @@
-"""What the tests of asynchronous saves share: runs of several pages of state, and a writer that waits until it is let go."""
+"""What the tests of asynchronous saves share: runs of several pages of state, and a writer that waits for a word."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def eventually(holds: Callable[[], bool]) -> bool:
 
 
 def python(code: str, *arguments: object, timeout: float = 60) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh interpreter with these helpers at hand. Memory that is freed there goes back to the system."""
+    """Run code in a fresh interpreter with these helpers at hand. Memory that is freed goes back to the system."""
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parent / "optim")])
     return subprocess.run(

@@ -139,7 +139,7 @@ def test_progress_goes_from_nothing_to_everything(tmp_path: Path) -> None:
         handle = checkpoint.async_save(tmp_path, model, optimizers)
         assert gate.reached.wait(20)
         assert not handle.done()
-        with pytest.raises(TimeoutError, match="has not ended after 0.01 s"):
+        with pytest.raises(TimeoutError, match=r"has not ended after 0\.01 s"):
             handle.result(timeout=0.01)
         assert handle.progress()["written_bytes"] == 0
         train(model, optimizers, 1)
