@@ -83,18 +83,20 @@ class Progress:
             sys.stderr.write("\r\x1b[K")
 
 
-def job(name: str, spec: dict[str, Any]) -> dict[str, Any]:
+def job(name: str, spec: dict[str, Any], of: Any = rows) -> dict[str, Any]:
     """Do one job; what goes wrong there is part of the result.
 
-    Each job has a process of its own, so that memory figures are clean. On the CPU there are none to keep clean.
+    Each job has a process of its own, so that memory figures are clean. On the CPU there are none to keep clean. ``of``
+    is the module that knows the job.
     """
     if spec["device"] == "cpu" or not torch.cuda.is_available():
         try:
-            return rows.do(name, spec)
+            done_here: dict[str, Any] = of.do(name, spec)
+            return done_here
         except Exception as error:
             traceback.print_exc()
             return {"error": f"{type(error).__name__}: {error}"}
-    command = [sys.executable, str(FOLDER / "rows.py"), name, json.dumps(spec)]
+    command = [sys.executable, str(Path(of.__file__).resolve()), name, json.dumps(spec)]
     try:
         done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:

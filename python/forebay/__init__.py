@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from forebay import errors
 from forebay._core import version
 from forebay.errors import (
+    AsleepError,
     CheckpointError,
     DeviceError,
     Error,
@@ -24,15 +25,18 @@ from forebay.measure import backends, bench_step, probe
 if TYPE_CHECKING:
     from forebay import checkpoint
     from forebay.optim import AdamW
+    from forebay.sleep import Sleeper
 
 __all__ = [
     "AdamW",
+    "AsleepError",
     "CheckpointError",
     "DeviceError",
     "Error",
     "InternalError",
     "OptionError",
     "OutOfMemoryError",
+    "Sleeper",
     "StorageError",
     "__version__",
     "backends",
@@ -55,4 +59,8 @@ def __getattr__(name: str) -> Any:
         import importlib
 
         return importlib.import_module("forebay.checkpoint")
+    if name == "Sleeper":
+        from forebay.sleep import Sleeper
+
+        return Sleeper
     raise AttributeError(f"module 'forebay' has no attribute {name!r}")

@@ -6,7 +6,7 @@ from _typeshed import Incomplete, SupportsGetItem, SupportsLenAndGetItem
 from os import PathLike
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["CHECKPOINT_BLOCK_BYTES", "Checkpoint", "Engine", "HostCopies", "HostView", "Moved", "Saving", "Snapshot", "_errors_for_test", "_gil_is_released_for_test", "_panic_for_test", "backends", "bench_step", "host_memory", "look", "probe", "version", "write_checkpoint"]
+__all__ = ["CHECKPOINT_BLOCK_BYTES", "Checkpoint", "Engine", "HostCopies", "HostView", "Moved", "Saving", "Slabs", "Snapshot", "_errors_for_test", "_gil_is_released_for_test", "_panic_for_test", "backends", "bench_step", "host_memory", "look", "probe", "version", "write_checkpoint"]
 
 CHECKPOINT_BLOCK_BYTES: Final[int]
 """
@@ -51,6 +51,10 @@ class Engine:
     def close(self, /) -> None:
         """
         Let go of ring and state. Buffers that are still held keep their slab.
+        """
+    def close_ring(self, /) -> None:
+        """
+        Wait for every store and let go of the ring; state stays, and `open_ring` makes steps possible again.
         """
     def open_ring(self, /, addr: SupportsIndex, owner: Any, stream: SupportsIndex) -> None:
         """
@@ -156,6 +160,71 @@ class Saving:
     def folder(self, /) -> str:
         """
         The subfolder.
+        """
+
+@final
+class Slabs:
+    """
+    The slabs of one device in which storages sleep, and the transfer under way.
+    """
+    def __new__(cls, /, device: str) -> Slabs:
+        """
+        Open a device; nothing is pinned yet.
+        """
+    def begin(self, /, to_sleep: bool, stream: SupportsIndex, staging_addr: SupportsIndex, staging: Any) -> None:
+        """
+        Begin to move storages, behind what was submitted to `stream`. `staging` owns memory of `staging_bytes` at
+        `staging_addr`; with address 0 nothing is packed.
+        """
+    def finish(self, /) -> None:
+        """
+        Block until all batches have arrived and nothing is in flight, also where one failed; then raise that failure.
+        """
+    def free(self, /, ids: SupportsGetItem[int, SupportsIndex]) -> None:
+        """
+        Note that storages are awake.
+        """
+    def has_arrived(self, /, batch: SupportsIndex) -> bool:
+        """
+        Whether a batch has arrived.
+        """
+    def holds(self, /, ids: SupportsGetItem[int, SupportsIndex], sizes: SupportsGetItem[int, SupportsIndex]) -> bool:
+        """
+        Whether each storage has its place, of this size, with nothing asleep there.
+        """
+    def pin_stats(self, /) -> tuple[int, int]:
+        """
+        What pinning took: bytes and nanoseconds of the slabs there are.
+        """
+    def pinned_bytes(self, /) -> int:
+        """
+        Pinned bytes.
+        """
+    def place(self, /, ids: SupportsGetItem[int, SupportsIndex], sizes: SupportsGetItem[int, SupportsIndex], budget_bytes: SupportsIndex | None = None) -> None:
+        """
+        Give each storage a place; pins what is missing.
+        """
+    def release(self, /) -> None:
+        """
+        Unpin and free everything; refused while anything sleeps.
+        """
+    def resources_made(self, /) -> int:
+        """
+        Allocations, slabs, streams and events made on the device so far; constant from the third sleep on.
+        """
+    @staticmethod
+    def staging_bytes() -> int:
+        """
+        Bytes of device memory that a transfer uses to pack small storages.
+        """
+    def submit(self, /, ids: SupportsGetItem[int, SupportsIndex], addrs: SupportsGetItem[int, SupportsIndex], sizes: SupportsGetItem[int, SupportsIndex], owner: Any, stream: SupportsIndex) -> int:
+        """
+        Hand over a batch: numbers, addresses and sizes of storages that `owner` holds. Returns its number. Storages of
+        a sleep count as asleep until they are freed: their places are neither given away nor stored to.
+        """
+    def wait(self, /, batch: SupportsIndex) -> None:
+        """
+        Block until a batch has arrived.
         """
 
 @final

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _copies: dict[int, _core.HostCopies] = {}
-
+_under_way: weakref.WeakSet[Snapshot] = weakref.WeakSet()
 _live: weakref.WeakKeyDictionary[torch.optim.Optimizer, threading.Event] = weakref.WeakKeyDictionary()
 """For each optimizer that had to wait once: set when its parameters may be changed, as far as a save is concerned."""
 
@@ -65,6 +65,7 @@ class Snapshot:
             sizes = [engine.pinned_bytes() for engine in engines]
             for engine, size in zip(engines, sizes, strict=True):
                 self.kept.append(engine.snapshot(room * size // max(sum(sizes), 1)))
+            _under_way.add(self)
             if self.live:
                 self._hold_steps()
             else:
@@ -132,10 +133,15 @@ def _wait_for_live(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         event.wait()
 
 
+def wait_for_live() -> None:
+    """Return when no save under way reads a model's own memory any more: before that memory goes elsewhere."""
+    for snapshot in list(_under_way):
+        snapshot.live_written.wait()
+
+
 def wait_before_load() -> None:
     """Return when parameters and state may be written from here, as far as a save under way is concerned."""
-    for event in list(_live.values()):
-        event.wait()
+    wait_for_live()
     for optimizer in list(AdamW.alive):
         optimizer._protect()
 

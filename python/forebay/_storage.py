@@ -422,7 +422,6 @@ class Reader(StorageReader):
         items = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         targets = [planner.resolve_tensor(item).detach() for item in items]
         total = sum(target.nbytes for target in targets)
-        wait_before_load()
         with torch.no_grad(), bar(f"loading {self.path.name}", total, shown=self.progress) as moved:
             self._read(items, targets, moved)
         for item, target in zip(items, targets, strict=True):
@@ -432,8 +431,14 @@ class Reader(StorageReader):
         return future
 
     def value(self, name: str) -> Any:
-        """Return a value that is no tensor."""
-        return decode(self._manifest["objects"][name])
+        """Return a value that is no tensor, with the tensors in it."""
+        return decode(self.objects[name], self.tensor)
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """The values that are no tensors, as JSON."""
+        found: dict[str, Any] = self._manifest["objects"]
+        return found
 
     def _read(self, items: list[ReadItem], targets: list[torch.Tensor], moved: _core.Moved) -> None:
         direct: list[tuple[ReadItem, torch.Tensor, torch.dtype]] = []
@@ -441,6 +446,8 @@ class Reader(StorageReader):
         for item, target in zip(items, targets, strict=True):
             stored = _TYPES[self._manifest["tensors"][item.storage_index.fqn]["dtype"]]
             (direct if _is_direct(target, stored) else staged).append((item, target, stored))
+        # A save under way may still need what is about to be overwritten.
+        wait_before_load()
         try:
             # All of one kind first: whatever can be refused is refused before anything is written.
             self._read_into([(item, target) for item, target, _ in direct], moved)
@@ -451,8 +458,12 @@ class Reader(StorageReader):
                     self._read_staged(batch, moved)
                     batch = []
             self._read_staged(batch, moved)
-        except Error as error:
-            _distrust({target.untyped_storage().data_ptr() for target in targets if target.numel()}, str(error))
+        except BaseException as error:
+            # An interrupt between two batches leaves the state as mixed as a damaged file does.
+            _distrust(
+                {target.untyped_storage().data_ptr() for target in targets if target.numel()},
+                str(error) or type(error).__name__,
+            )
             raise
 
     def _read_staged(self, batch: list[tuple[ReadItem, torch.Tensor, torch.Tensor]], moved: _core.Moved) -> None:
@@ -481,7 +492,9 @@ class Reader(StorageReader):
     def tensor(self, name: str) -> torch.Tensor:
         """Return one tensor, whole, on the CPU."""
         assert self._checkpoint is not None
-        described = self._manifest["tensors"][name]
+        described = self._manifest["tensors"].get(name)
+        if described is None:
+            raise CheckpointError(f"{self._checkpoint.folder()}: a value names a tensor {name!r}, which is not there")
         whole = torch.empty(described["shape"], dtype=_type(described["dtype"], name))
         parts = []
         for chunk in described["chunks"]:

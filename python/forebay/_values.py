@@ -1,23 +1,48 @@
 """Values that are no tensors, as JSON and back: what a checkpoint keeps without pickle.
 
-Numbers, texts, None, lists and dicts with texts for keys are themselves. Everything else is an object whose key ``$``
-names its type.
+Numbers, texts, None, lists and dicts with sorted texts for keys are themselves. Everything else is an object whose key
+``$`` names its type. A tensor among them is stored as a tensor of the checkpoint, and its name stands in its place.
 """
 
 from __future__ import annotations
 
 import base64
+import collections
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from forebay.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 TAG = "$"
 
+_DICTS: dict[type, str] = {dict: "dict", collections.OrderedDict: "ordered", collections.Counter: "counter"}
+_KINDS = {kind: made for made, kind in _DICTS.items()}
 
-def encode(value: Any, name: str) -> Any:
+
+class Encoded:
+    """A value that is JSON already, or the reason why there is none: ``dcp.save`` tells every rank of it."""
+
+    def __init__(self, value: Any, tensors: dict[str, torch.Tensor], name: str) -> None:
+        self._json: Any = None
+        self._error: CheckpointError | None = None
+        try:
+            self._json = encode(value, name, tensors)
+        except CheckpointError as error:
+            self._error = error
+
+    def json(self) -> Any:
+        """Return it."""
+        if self._error is not None:
+            raise self._error
+        return self._json
+
+
+def encode(value: Any, name: str, tensors: dict[str, torch.Tensor] | None = None) -> Any:
     """Return a value as JSON can have it.
 
     Parameters
@@ -25,9 +50,26 @@ def encode(value: Any, name: str) -> Any:
     value
         The value.
     name
-        Where it stands, for the error.
+        Where it stands, for the error and for the names of tensors.
+    tensors
+        Takes the tensors that are found, by name. Without it only single numbers may be tensors.
     """
-    if value is None or isinstance(value, (bool, str)):
+    if type(value) is Encoded:
+        return value.json()
+    if isinstance(value, torch.Tensor):
+        if tensors is not None:
+            # Two keys may read the same once they are joined.
+            while name in tensors:
+                name += "_"
+            tensors[name] = value
+            return {TAG: "tensor", "value": name}
+        if value.dim() == 0:
+            return {
+                TAG: "scalar",
+                "value": encode(value.item(), name),
+                "dtype": str(value.dtype).removeprefix("torch."),
+            }
+    elif value is None or isinstance(value, (bool, str)):
         # Subclasses of str (an enum's members, for example) would come back as something else.
         if type(value) in (type(None), bool, str):
             return value
@@ -37,15 +79,17 @@ def encode(value: Any, name: str) -> Any:
     elif type(value) is float:
         return value if math.isfinite(value) else {TAG: "float", "value": str(value)}
     elif type(value) is list:
-        return [encode(item, f"{name}.{i}") for i, item in enumerate(value)]
+        return [encode(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]
     elif type(value) in (tuple, torch.Size):
         kind = "tuple" if type(value) is tuple else "size"
-        return {TAG: kind, "value": [encode(item, f"{name}.{i}") for i, item in enumerate(value)]}
-    elif type(value) is dict:
-        if all(type(key) is str and key != TAG for key in value):
-            return {key: encode(item, f"{name}.{key}") for key, item in value.items()}
-        pairs = [[encode(key, name), encode(item, f"{name}.{key}")] for key, item in value.items()]
-        return {TAG: "dict", "value": pairs}
+        return {TAG: kind, "value": [encode(item, f"{name}.{i}", tensors) for i, item in enumerate(value)]}
+    elif type(value) in _DICTS:
+        keys = list(value)
+        # The manifest's objects are sorted; a dict comes back in its own order.
+        if type(value) is dict and all(type(key) is str and key != TAG for key in keys) and keys == sorted(keys):
+            return {key: encode(item, f"{name}.{key}", tensors) for key, item in value.items()}
+        pairs = [[encode(key, name), encode(item, f"{name}.{key}", tensors)] for key, item in value.items()]
+        return {TAG: _DICTS[type(value)], "value": pairs}
     elif type(value) is bytes:
         return {TAG: "bytes", "value": base64.b64encode(value).decode()}
     elif isinstance(value, torch.dtype):
@@ -63,16 +107,18 @@ def encode(value: Any, name: str) -> Any:
     )
 
 
-def decode(value: Any) -> Any:
-    """Return the value that ``encode`` was given."""
+def decode(value: Any, tensor: Callable[[str], torch.Tensor] | None = None) -> Any:
+    """Return the value that ``encode`` was given, with the tensors that ``tensor`` returns for their names."""
     if isinstance(value, list):
-        return [decode(item) for item in value]
+        return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):
         return value
     kind = value.get(TAG)
     if kind is None:
-        return {key: decode(item) for key, item in value.items()}
+        return {key: decode(item, tensor) for key, item in value.items()}
     inner: Any = value.get("value")
+    if kind == "tensor" and tensor is not None and isinstance(inner, str):
+        return tensor(inner)
     try:
         match kind:
             case "int":
@@ -80,11 +126,13 @@ def decode(value: Any) -> Any:
             case "float":
                 return float(inner)
             case "tuple":
-                return tuple(decode(item) for item in inner)
+                return tuple(decode(item, tensor) for item in inner)
             case "size":
                 return torch.Size(decode(item) for item in inner)
-            case "dict":
-                return {decode(key): decode(item) for key, item in inner}
+            case "dict" | "ordered" | "counter":
+                return _KINDS[kind]({decode(key): decode(item, tensor) for key, item in inner})
+            case "scalar":
+                return torch.tensor(decode(inner), dtype=getattr(torch, value["dtype"]))
             case "bytes":
                 return base64.b64decode(inner, validate=True)
             case "dtype":
@@ -95,6 +143,8 @@ def decode(value: Any) -> Any:
                 return torch.device(inner)
             case "complex":
                 return complex(float(inner[0]), float(inner[1]))
-    except (TypeError, ValueError, RuntimeError, LookupError) as error:
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
         raise CheckpointError(f"a value of type {kind!r} cannot be read: {error}") from error
     raise CheckpointError(f"a value of type {kind!r} cannot be read")

@@ -11,7 +11,6 @@ import os
 import warnings
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +34,7 @@ from forebay import _core
 from forebay._snapshot import Handle, Snapshot
 from forebay._storage import Reader, StrPath, Writer
 from forebay._torch import describe_like, is_dtensor, local
+from forebay._values import Encoded
 from forebay.errors import CheckpointError, Error, OptionError
 from forebay.optim import AdamW
 
@@ -68,7 +68,7 @@ def save(
     optimizer
         Its optimizer or optimizers, of forebay's or of torch's.
     extra
-        More to save, the same on every rank: tensors, numbers, texts, lists and dicts.
+        More to save, the same on every rank: tensors, numbers, texts, bytes, and lists, tuples and dicts of them.
     keep_last
         Keep so many complete checkpoints of this path; by default all.
     process_group
@@ -76,10 +76,17 @@ def save(
     """
     optimizers = _optimizers(optimizer)
     state = _state(model, optimizers)
-    if extra is not None:
-        state["extra"] = dict(extra)
+    _add_extra(state, extra)
     _wait_for_earlier()
     _write(state, _writer(path, keep_last, optimizers), process_group)
+
+
+def _add_extra(state: dict[str, Any], extra: Mapping[str, Any] | None) -> None:
+    if extra is not None:
+        tensors: dict[str, torch.Tensor] = {}
+        state["extra"] = Encoded(dict(extra), tensors, "extra")
+        # Not nested: DCP would flatten lists and dicts, and lose empty ones and the types of keys.
+        state.update(tensors)
 
 
 def _writer(path: StrPath, keep_last: int | None, optimizers: list[torch.optim.Optimizer]) -> Writer:
@@ -109,7 +116,7 @@ def _write(state: dict[str, Any], writer: Writer, process_group: Any) -> None:
 
     def commit(results: list[list[WriteResult]]) -> None:
         assert metadata is not None
-        writer.finish(metadata, results)
+        writer.finish(metadata=metadata, results=results)
 
     try:
         with _plain_errors("save"):
@@ -163,8 +170,7 @@ def async_save(
     writer._checks = [_outcome(check) for check in writer._checks]
     group = _end_earlier_on_all_ranks(when_busy)
     state = _state(model, optimizers)
-    if extra is not None:
-        state["extra"] = dict(extra)
+    _add_extra(state, extra)
     snapshot = Snapshot(state, optimizers, snapshot_budget_bytes)
     try:
         writer.snapshot, writer.moved = snapshot, _core.Moved()
@@ -277,8 +283,11 @@ def load(
     state = _state(model, optimizers)
     wanted, _ = flatten_state_dict(state)
     missing: list[str] = []
+    extra: dict[str, Any] | None = None
     try:
         missing = _compare(reader.path, wanted, reader.read_metadata(), strict)
+        # First, so that nothing is changed where it cannot be read.
+        extra = _extra(reader)
     except Error as error:
         # The others may have found nothing wrong: they hear of it from DCP, instead of waiting for this rank.
         reader._refused = error
@@ -307,7 +316,7 @@ def load(
     for one in optimizers:
         if isinstance(one, AdamW) and any(name.endswith(".master_param") for name in missing):
             one.refresh_master_weights()
-    return _extra(reader)
+    return extra
 
 
 def _optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
@@ -385,33 +394,10 @@ def _listed(what: str, names: list[str]) -> str:
 
 def _extra(reader: Reader) -> dict[str, Any] | None:
     """Return what was saved as ``extra``, put together again."""
-    manifest = reader._manifest
-    names = [name for name, path in manifest["paths"].items() if path[:1] == ["extra"]]
-    if not names:
+    if "extra" not in reader.objects:
         return None
-    extra: dict[str, Any] = {}
-    for name in names:
-        value = reader.tensor(name) if name in manifest["tensors"] else reader.value(name)
-        path = manifest["paths"][name][1:]
-        if path:
-            _place(extra, path, value)
-    return extra
-
-
-def _place(root: Any, path: list[str | int], value: Any) -> None:
-    for key, following in pairwise(path):
-        empty: Any = [] if isinstance(following, int) else {}
-        if isinstance(root, list):
-            root.extend([None] * (int(key) + 1 - len(root)))
-            if root[int(key)] is None:
-                root[int(key)] = empty
-            root = root[int(key)]
-        else:
-            root = root.setdefault(key, empty)
-    last = path[-1]
-    if isinstance(root, list):
-        root.extend([None] * (int(last) + 1 - len(root)))
-    root[last] = value
+    extra = reader.value("extra")
+    return extra if isinstance(extra, dict) else None
 
 
 @contextmanager

@@ -6,6 +6,7 @@ numbers are attributes, not only text.
 """
 
 __all__ = [
+    "AsleepError",
     "CheckpointError",
     "DeviceError",
     "Error",
@@ -94,6 +95,10 @@ class StorageError(Error, OSError):
 
 class CheckpointError(Error, ValueError):
     """A checkpoint is incomplete, damaged or another model's; the message names the file and the reason."""
+
+
+class AsleepError(Error):
+    """A model or an optimizer was used while what it needs sleeps; the message names the remedy."""
 
 
 class InternalError(Error):

@@ -118,6 +118,7 @@ class AdamW(torch.optim.Optimizer):
         self._stores: list[Store] = []
         self._homes: dict[int, tuple[int, int]] = {}
         self._closed = False
+        self._has_ring = False
         self._step_s = 0.0
         self._grad_norm: torch.Tensor | None = None
         self._flat: Flat | None = None
@@ -407,11 +408,7 @@ class AdamW(torch.optim.Optimizer):
         master = [self._options.keeps_master(tensor.dtype) for tensor in inner]
         on_host = [tensor.device != compute for tensor in inner]
         if not self._stores:
-            # torch's own allocator, so that its statistics tell the truth about the ring.
-            ring = None
-            if compute.type == "cuda":
-                ring = torch.empty(engine.ring_bytes(), dtype=torch.uint8, device=compute)
-            engine.open_ring(0 if ring is None else ring.data_ptr(), ring, stream_handle(compute))
+            self._open_ring(engine, compute)
         elements = [tensor.numel() for tensor in inner]
         number = engine.add(names, elements, amsgrad, master, on_host, self._options.pinned_budget_bytes)
         self._stores.append(Store(new))
@@ -426,6 +423,27 @@ class AdamW(torch.optim.Optimizer):
                 elif view is not None:
                     views[kind] = state_like(parameter, host_tensor(view, inner[index]))
             self._adopt(parameter, views, earlier)
+
+    def _open_ring(self, engine: _core.Engine, compute: torch.device) -> None:
+        # torch's own allocator, so that its statistics tell the truth about the ring.
+        ring = None
+        if compute.type == "cuda":
+            ring = torch.empty(engine.ring_bytes(), dtype=torch.uint8, device=compute)
+        engine.open_ring(0 if ring is None else ring.data_ptr(), ring, stream_handle(compute))
+        self._has_ring = True
+
+    def _release_ring(self) -> None:
+        """Wait for all stores and give the ring's memory on the device back; ``_restore_ring`` makes it again."""
+        self.synchronize()
+        if self._engine is not None and self._has_ring and not self._closed:
+            self._engine.close_ring()
+            self._has_ring = False
+
+    def _restore_ring(self) -> None:
+        if self._engine is None or self._compute is None or self._closed:
+            return
+        if self._stores and not self._has_ring:
+            self._open_ring(self._engine, self._compute)
 
     def _create_resident(self, new: list[torch.Tensor], names: list[str], amsgrad: list[bool]) -> None:
         _, compute = self._open()
@@ -530,7 +548,7 @@ class AdamW(torch.optim.Optimizer):
             "store_bytes": store_bytes,
             "fetch_gbps": fetch_bytes / fetch_ns if fetch_ns else 0.0,
             "store_gbps": store_bytes / store_ns if store_ns else 0.0,
-            "device_bytes": engine.ring_bytes() if engine is not None and self._stores and not self._closed else 0,
+            "device_bytes": engine.ring_bytes() if engine is not None and self._has_ring and not self._closed else 0,
             "pinned_bytes": engine.pinned_bytes() if engine is not None else 0,
             "chunks": chunks,
             "stalls": stalls,

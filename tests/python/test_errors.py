@@ -10,6 +10,7 @@ from forebay import _core, errors
 
 BASES = {
     "Error": RuntimeError,
+    "AsleepError": forebay.Error,
     "DeviceError": forebay.Error,
     "OutOfMemoryError": MemoryError,
     "OptionError": ValueError,

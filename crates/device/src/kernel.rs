@@ -67,6 +67,12 @@ pub enum Kernel<'a> {
     },
     /// One AdamW step over parts of parameters.
     AdamW(AdamW<'a>),
+    /// Copies pairs of regions on the device, first to second, in as few launches as they fit into: thousands of small
+    /// copies at the speed of one. A pair is shorter than 4 GiB, and what one pair writes no other touches.
+    CopyPairs {
+        /// From and to.
+        pairs: &'a [(Region, Region)],
+    },
     /// Keeps the stream busy, so that a missing wait shows.
     Spin {
         /// For how long.
@@ -175,6 +181,7 @@ impl Kernel<'_> {
             Self::Powers { .. } => "powers",
             Self::CountDifferences { .. } => "count differences",
             Self::AdamW(_) => "adamw",
+            Self::CopyPairs { .. } => "copy pairs",
             Self::Spin { .. } => "spin",
             Self::Trap => "trap",
         }
@@ -203,6 +210,10 @@ impl Kernel<'_> {
                 let mut operands = step.segments.iter().flat_map(AdamWSegment::operands);
                 operands.try_for_each(|(region, writes)| visit(region, writes))
             }
+            Self::CopyPairs { pairs } => pairs.iter().try_for_each(|(from, to)| {
+                visit(from, false)?;
+                visit(to, true)
+            }),
             Self::Spin { .. } | Self::Trap => Ok(()),
         }
     }
@@ -257,6 +268,17 @@ impl Kernel<'_> {
                 }
                 step.segments.iter().try_for_each(|segment| segment.check(step.scalars.len()))
             }
+            Self::CopyPairs { pairs } => pairs.iter().try_for_each(|(from, to)| {
+                if from.bytes() != to.bytes() || from.bytes() > u64::from(u32::MAX) {
+                    return refuse(format!(
+                        "{} bytes into {} bytes; a pair is equal, and at most {}",
+                        from.bytes(),
+                        to.bytes(),
+                        u32::MAX
+                    ));
+                }
+                if from.overlaps(to) { refuse(format!("{from:?} overlaps {to:?}")) } else { Ok(()) }
+            }),
         }
     }
 }

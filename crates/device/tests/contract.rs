@@ -35,6 +35,8 @@ mod memory;
 mod opening;
 #[path = "contract/ordering.rs"]
 mod ordering;
+#[path = "contract/pairs.rs"]
+mod pairs;
 #[path = "contract/segments.rs"]
 mod segments;
 #[path = "contract/slab.rs"]

@@ -7,6 +7,7 @@
 //! - [`pipeline`] moves chunks through the ring: fetch, update, store.
 //! - [`step`] is the streamed AdamW step on top of it; its inner loop is [`step::StreamedAdamW::step`].
 //! - [`checkpoint`] writes state to files from where it lies and reads it back into place.
+//! - [`sleep`] puts whole storages into slabs and brings them back.
 //! - [`trace`] says what happened when.
 //! - [`measure`] finds out what the machine can do, and how much of it the step uses.
 //!
@@ -21,6 +22,7 @@ pub mod measure;
 pub mod pipeline;
 pub mod plan;
 pub mod pool;
+pub mod sleep;
 pub mod step;
 mod sync;
 pub mod trace;

@@ -12,6 +12,7 @@ mod error;
 mod guard;
 mod measure;
 mod optimizer;
+mod sleep;
 mod testing;
 #[expect(unsafe_code, reason = "torch's memory and streams come as numbers")]
 mod torch;
@@ -27,6 +28,8 @@ mod _core {
     use crate::measure::{backends, bench_step, host_memory, probe};
     #[pymodule_export]
     use crate::optimizer::Engine;
+    #[pymodule_export]
+    use crate::sleep::Slabs;
     #[pymodule_export]
     use crate::testing::{_errors_for_test, _gil_is_released_for_test, _panic_for_test};
     #[pymodule_export]

@@ -32,6 +32,8 @@ pub(crate) struct Engine {
 struct Inner {
     pipeline: Option<Arc<Pipeline>>,
     stores: Vec<StreamedAdamW>,
+    /// The state of all stores, while there is no ring.
+    parked: Vec<HostState>,
     powers: Option<Powers>,
     /// The CPU backend has no stream of torch's to borrow.
     own_compute: Option<Stream>,
@@ -179,7 +181,22 @@ impl Engine {
                 let ring = torch::buffer(&self.device, addr, self.ring_bytes(), Arc::new(owner))?;
                 Pipeline::in_memory(self.device.clone(), &ring, slots, slot_bytes, &after)?
             };
-            inner.pipeline = Some(Arc::new(pipeline));
+            let pipeline = Arc::new(pipeline);
+            for state in std::mem::take(&mut inner.parked) {
+                inner.stores.push(StreamedAdamW::from_parts(state, pipeline.clone()));
+            }
+            inner.pipeline = Some(pipeline);
+            Ok(())
+        })
+    }
+
+    /// Wait for every store and let go of the ring; state stays, and `open_ring` makes steps possible again.
+    fn close_ring(&self, py: Python<'_>) -> PyResult<()> {
+        guard::run(py, || {
+            let mut inner = self.open_inner()?;
+            inner.pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain())?;
+            inner.parked = std::mem::take(&mut inner.stores).into_iter().map(StreamedAdamW::into_state).collect();
+            inner.pipeline = None;
             Ok(())
         })
     }
@@ -388,7 +405,9 @@ impl Engine {
 
     /// Pinned bytes of this optimizer's state.
     fn pinned_bytes(&self) -> u64 {
-        self.lock().stores.iter().map(|store| store.state().slab().bytes()).sum()
+        let inner = self.lock();
+        let states = inner.stores.iter().map(StreamedAdamW::state).chain(&inner.parked);
+        states.map(|state| state.slab().bytes()).sum()
     }
 
     /// Allocations, slabs, streams and events made on the device so far; constant from the second step on.

@@ -45,6 +45,15 @@ pub(crate) fn buffer(device: &SharedDevice, addr: u64, bytes: u64, keeper: Keepe
     Ok(unsafe { Buffer::borrow(addr as usize, bytes, Place::Device, device.info().id, keeper) }?)
 }
 
+/// Names a storage's memory for a transfer that goes on after the call.
+pub(crate) fn storage(device: &SharedDevice, addr: u64, bytes: u64, keeper: &Keeper) -> Result<Region> {
+    // SAFETY: `sleep.py` takes address and length from one storage on this device, which `keeper` holds, and neither
+    // empties nor resizes it before the batch has arrived or the transfer is finished: then nothing touches its memory
+    // any more. For memory on a GPU it passes torch's current stream, behind whose work the transfer begins, so memory
+    // that torch's allocator has just given out is not used by anyone else.
+    Ok(unsafe { Buffer::borrow(addr as usize, bytes, Place::Device, device.info().id, keeper.clone()) }?.into_region())
+}
+
 /// Names torch's current stream.
 pub(crate) fn stream(device: &SharedDevice, handle: u64) -> Result<Stream> {
     // SAFETY: `_torch.py` passes `torch.cuda.current_stream(device).cuda_stream`; torch's streams live as long as the

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 MODULES = {
-    "cpu": ("dist_cases_ddp", "dist_cases_fsdp", "dist_cases_dtensor", "dist_cases_state_dict"),
-    "cuda": ("dist_cases_cuda",),
+    "cpu": ("dist_cases_ddp", "dist_cases_fsdp", "dist_cases_dtensor", "dist_cases_state_dict", "dist_cases_sleep"),
+    "cuda": ("dist_cases_cuda", "dist_cases_sleep_cuda"),
     "checkpoint": ("dist_cases_checkpoint", "dist_cases_checkpoint_failures", "dist_cases_checkpoint_killed"),
     "async": ("dist_cases_async",),
 }

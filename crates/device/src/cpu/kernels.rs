@@ -263,6 +263,16 @@ pub(crate) fn count_differences(a: &Region, b: &Region, count: &Region) {
     total[0] = total[0].wrapping_add(differing);
 }
 
+/// Copies checked pairs, first to second.
+pub(crate) fn copy_pairs(pairs: &[(Region, Region)]) {
+    for (from, to) in pairs {
+        // SAFETY: `Kernel::check` passed: live memory of this backend, equal in length and disjoint.
+        unsafe {
+            std::ptr::copy_nonoverlapping(from.addr() as *const u8, to.addr() as *mut u8, from.bytes() as usize);
+        }
+    }
+}
+
 /// The f32 in a checked flag region.
 pub(crate) fn flag(region: &Region) -> f32 {
     // SAFETY: `Kernel::check` passed: live, aligned, 4 bytes.

@@ -325,6 +325,13 @@ impl CpuDevice {
                     Ok(())
                 })
             }
+            Kernel::CopyPairs { pairs } => {
+                let pairs = pairs.to_vec();
+                Box::new(move || {
+                    kernels::copy_pairs(&pairs);
+                    Ok(())
+                })
+            }
             Kernel::Spin { ns } => Box::new(move || {
                 std::thread::sleep(std::time::Duration::from_nanos(ns));
                 Ok(())

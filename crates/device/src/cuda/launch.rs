@@ -19,6 +19,8 @@ const THREADS: u32 = 256;
 const BLOCK_ELEMENTS: u64 = 4096;
 const MAX_SEGMENTS: usize = 56;
 const MAX_SCALARS: usize = 8;
+const COPY_BLOCK_BYTES: u64 = 32768;
+const MAX_PAIRS: usize = 168;
 /// Enough blocks to fill any GPU several times over; the loops in the kernels cover the rest.
 const MAX_BLOCKS: u64 = 4096;
 
@@ -64,6 +66,24 @@ struct RawAdamW {
 
 const _: () = assert!(size_of::<RawAdamW>() == 3928, "the parameter size that kernels.ptx declares");
 
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct RawPair {
+    from: u64,
+    to: u64,
+    bytes: u32,
+    first_block: u32,
+}
+
+#[repr(C)]
+struct RawPairs {
+    pairs: u32,
+    unused: u32,
+    pair: [RawPair; MAX_PAIRS],
+}
+
+const _: () = assert!(size_of::<RawPairs>() == 4040, "the parameter size that kernels.ptx declares");
+
 impl From<&AdamWScalars> for RawScalars {
     fn from(s: &AdamWScalars) -> Self {
         Self {
@@ -102,6 +122,7 @@ impl RawAdamW {
 pub(crate) struct Kernels {
     _module: Module,
     adamw: [sys::CUfunction; 9],
+    copy_pairs: sys::CUfunction,
     uniform: sys::CUfunction,
     powers: sys::CUfunction,
     count_differences: sys::CUfunction,
@@ -171,6 +192,7 @@ impl Kernels {
         }
         Ok(Self {
             adamw,
+            copy_pairs: find("copy_pairs")?,
             uniform: find("uniform")?,
             powers: find("powers")?,
             count_differences: find("count_differences")?,
@@ -211,6 +233,7 @@ impl Kernels {
                 self.start(self.count_differences, wide(words), THREADS, stream, &mut args)
             }
             Kernel::AdamW(step) => self.adamw(stream, step),
+            Kernel::CopyPairs { pairs } => self.copy_pairs(stream, pairs),
             Kernel::Spin { ns } => {
                 let mut ns = *ns;
                 self.start(self.spin, 1, 1, stream, &mut [arg(&mut ns)])
@@ -246,6 +269,25 @@ impl Kernels {
         }
         if raw.segments > 0 {
             self.start(function, blocks as u32, THREADS, stream, &mut [arg(&mut raw)])?;
+        }
+        Ok(())
+    }
+
+    /// As many pairs to a launch as the parameter space takes.
+    fn copy_pairs(&self, stream: sys::CUstream, pairs: &[(Region, Region)]) -> Result<()> {
+        let mut filled = pairs.iter().filter(|(from, _)| from.bytes() > 0).peekable();
+        while filled.peek().is_some() {
+            let mut raw = RawPairs { pairs: 0, unused: 0, pair: [RawPair::default(); MAX_PAIRS] };
+            let mut blocks = 0u64;
+            // The array first: a pair taken for an entry that is not there would be lost.
+            for (raw_pair, (from, to)) in raw.pair.iter_mut().zip(filled.by_ref()) {
+                let (from_addr, to_addr) = (from.addr() as u64, to.addr() as u64);
+                *raw_pair =
+                    RawPair { from: from_addr, to: to_addr, bytes: from.bytes() as u32, first_block: blocks as u32 };
+                raw.pairs += 1;
+                blocks += from.bytes().div_ceil(COPY_BLOCK_BYTES);
+            }
+            self.start(self.copy_pairs, blocks as u32, THREADS, stream, &mut [arg(&mut raw)])?;
         }
         Ok(())
     }

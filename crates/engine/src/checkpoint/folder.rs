@@ -91,6 +91,10 @@ pub struct Saving {
 impl Saving {
     /// Makes the path if need be, removes what earlier saves left incomplete, and makes a subfolder with the next number.
     pub fn begin(path: &Path) -> Result<Self> {
+        if is_complete(path) {
+            // A load of this path would go on finding the old one.
+            return refuse(path, "it is a checkpoint itself; save to the folder that it is in, or to another");
+        }
         fs::create_dir_all(path).map_err(|error| file_error("create", path, &error))?;
         let lock_path = path.join(LOCK);
         let opened = OpenOptions::new().create(true).truncate(false).write(true).open(&lock_path);

@@ -59,6 +59,9 @@ pub fn verify(checkpoint: &Checkpoint, read: &AtomicU64) -> Result<Vec<Problem>>
     Ok(problems)
 }
 
+/// Longest header that readers of safetensors take.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+
 /// An entry of a safetensors file: type, shape, and where it begins and ends behind the header.
 pub(super) type HeaderEntry = (String, Vec<u64>, u64, u64);
 
@@ -70,7 +73,7 @@ pub(super) fn header(
     let mut length = [0; 8];
     opened.read_exact_at(&mut length, 0).map_err(|error| format!("no safetensors header: {error}"))?;
     let length = u64::from_le_bytes(length);
-    let Some(start) = length.checked_add(8).filter(|&start| start <= file_bytes) else {
+    let Some(start) = length.checked_add(8).filter(|&start| start <= file_bytes && length <= MAX_HEADER_BYTES) else {
         return Err(format!("a safetensors header of {length} bytes in a file of {file_bytes}"));
     };
     let mut text = vec![0; length as usize];

@@ -20,7 +20,7 @@ use super::snapshot::{Pace, Snapshot};
 use super::{BLOCK_BYTES, CACHED_BYTES, file_error, refuse};
 use crate::error::Result;
 
-/// A file is worth a thread from this size on.
+/// By default a file is worth a thread from this size on.
 const FILE_BYTES: u64 = 64 << 20;
 /// Data begins at a multiple of this in each file, so that blocks are whole pages.
 const DATA_ALIGN: usize = 4096;
@@ -51,6 +51,8 @@ pub struct WriteOptions {
     pub threads: usize,
     /// Bytes that one checksum covers.
     pub block_bytes: u64,
+    /// As many bytes are worth a file of their own.
+    pub file_bytes: u64,
     /// Snapshots through which entries are read that are part of one.
     pub snapshots: Vec<Arc<Snapshot>>,
     /// Bytes a second at most, all threads together.
@@ -67,6 +69,7 @@ impl Default for WriteOptions {
         Self {
             threads: cores.min(8),
             block_bytes: BLOCK_BYTES,
+            file_bytes: FILE_BYTES,
             snapshots: Vec::new(),
             bytes_per_s: None,
             gives_way: false,
@@ -101,7 +104,7 @@ pub fn write_files(
     options: &WriteOptions,
     written: &AtomicU64,
 ) -> Result<Vec<WrittenFile>> {
-    let plans = plan_files(folder, prefix, entries, options.threads.max(1))?;
+    let plans = plan_files(folder, prefix, entries, options)?;
     // What the device still has to do before the memory may be read.
     let ready = match &options.device {
         None => None,
@@ -158,12 +161,12 @@ pub fn write_files(
 }
 
 /// Spreads the entries over files, largest first, each into the file that has least.
-fn plan_files(folder: &Path, prefix: &str, entries: &[Entry], threads: usize) -> Result<Vec<Plan>> {
+fn plan_files(folder: &Path, prefix: &str, entries: &[Entry], options: &WriteOptions) -> Result<Vec<Plan>> {
     if entries.is_empty() {
         return Ok(Vec::new());
     }
     let total: u64 = entries.iter().map(Entry::bytes).sum();
-    let count = (total.div_ceil(FILE_BYTES) as usize).clamp(1, threads);
+    let count = (total.div_ceil(options.file_bytes.max(1)) as usize).clamp(1, options.threads.max(1));
     let mut files: Vec<(u64, Vec<usize>)> = vec![(0, Vec::new()); count];
     let mut order: Vec<usize> = (0..entries.len()).collect();
     order.sort_by_key(|&i| std::cmp::Reverse(entries[i].bytes()));

@@ -24,7 +24,7 @@ use forebay_device::{ALIGN_BYTES, Buffer, Device, Event, Region, SharedDevice, S
 use serde::Serialize;
 
 pub use in_flight::InFlight;
-use ring::{Fence, Ring};
+pub(crate) use ring::{Fence, Ring};
 
 use crate::error::Result;
 use crate::pool::{Lease, Pool};
@@ -71,10 +71,11 @@ struct Passage {
     timed: bool,
 }
 
+/// An event as a fence of the ring.
 #[derive(Debug)]
-struct EventFence {
-    device: SharedDevice,
-    event: Event,
+pub(crate) struct EventFence {
+    pub(crate) device: SharedDevice,
+    pub(crate) event: Event,
 }
 
 impl Fence for EventFence {

@@ -99,6 +99,11 @@ impl StreamedAdamW {
         &self.state
     }
 
+    /// The state alone, for a ring that is made again later.
+    pub fn into_state(self) -> HostState {
+        self.state
+    }
+
     /// The pipeline, for its statistics, its trace and its slots.
     pub fn pipeline(&self) -> &Pipeline {
         &self.pipeline

@@ -1,0 +1,358 @@
+//! One sleep or wake under way: a thread that keeps the copy engine busy with a few transfers and never with many.
+//!
+//! The caller submits batches and waits for them by number; the thread issues their moves in order. Each move takes a
+//! slot of the ring before it is issued and gives it back with the event that ends it, so no more moves than slots are
+//! ever queued. A batch has arrived when the events at its end are reached; whoever waits for a batch waits for those.
+//!
+//! What the events order:
+//! - the first move waits for what the caller's stream had been given when the transfer began, and on a wake each batch
+//!   for what it had been given when the batch was submitted: fresh memory may still be in use there;
+//! - a staging slot is stored after it was packed, and unpacked after it was fetched;
+//! - a slot is used again after its last use has ended, which the thread waits for.
+
+use std::sync::mpsc;
+use std::sync::{Arc, PoisonError};
+use std::thread::JoinHandle;
+
+use forebay_device::{Buffer, Error as DeviceError, Event, Kernel, Region, SharedDevice, Stream};
+
+use super::layout::EXTENT_ALIGN_BYTES;
+use super::moves::{Move, Part};
+use super::{Lanes, SLOTS};
+use crate::error::{Error, Result};
+use crate::pipeline::{EventFence, Ring};
+use crate::sync::{Condvar, Mutex, lock};
+
+/// Which way the bytes go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Direction {
+    /// From the device to the slab.
+    Sleep,
+    /// From the slab to the device.
+    Wake,
+}
+
+/// A batch on its way to the thread.
+#[derive(Debug)]
+struct Batch {
+    regions: Vec<Region>,
+    moves: Vec<(Move, Region)>,
+    after: Option<Event>,
+}
+
+#[derive(Debug, Default)]
+struct Progress {
+    /// Batches that the caller has submitted.
+    submitted: usize,
+    /// The events that end each batch whose moves have all been issued.
+    issued: Vec<[Event; 2]>,
+    /// Everything has arrived.
+    finished: bool,
+    failed: Option<Error>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    device: SharedDevice,
+    lanes: Arc<Lanes>,
+    direction: Direction,
+    /// Staging memory and the bytes of one slot in it.
+    staging: Option<(Region, u64)>,
+    progress: Mutex<Progress>,
+    changed: Condvar,
+}
+
+/// A sleep or a wake under way. Ends when finished or dropped, and waits for what is in flight.
+#[derive(Debug)]
+pub struct Transfer {
+    shared: Arc<Shared>,
+    queue: Mutex<Option<mpsc::Sender<Batch>>>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+    _turn: Turn,
+}
+
+/// The lanes serve one transfer at a time.
+#[derive(Debug)]
+struct Turn(Arc<Mutex<bool>>);
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        *lock(&self.0) = false;
+    }
+}
+
+impl Turn {
+    fn take(busy: Arc<Mutex<bool>>) -> Result<Self> {
+        let mut taken = lock(&busy);
+        if *taken {
+            return Err(Error::InvalidOption {
+                option: "transfer",
+                value: "another one is under way".to_owned(),
+                remedy: "finish it first".to_owned(),
+            });
+        }
+        *taken = true;
+        drop(taken);
+        Ok(Self(busy))
+    }
+}
+
+impl Transfer {
+    pub(super) fn begin(
+        device: SharedDevice,
+        lanes: Arc<Lanes>,
+        busy: Arc<Mutex<bool>>,
+        direction: Direction,
+        after: Option<&Stream>,
+        staging: Option<&Buffer>,
+    ) -> Result<Self> {
+        let turn = Turn::take(busy)?;
+        let slot_bytes = |memory: &Buffer| memory.bytes() / SLOTS as u64 / EXTENT_ALIGN_BYTES * EXTENT_ALIGN_BYTES;
+        let staging = staging.map(|memory| (memory.all(), slot_bytes(memory))).filter(|&(_, bytes)| bytes > 0);
+        let shared =
+            Arc::new(Shared { device, lanes, direction, staging, progress: Mutex::default(), changed: Condvar::new() });
+        if let Some(after) = after {
+            let begun = shared.lanes.event(&shared.device)?;
+            shared.device.record(&begun, after)?;
+            shared.wait_for(&begun)?;
+            lock(&shared.lanes.spare).push(begun);
+        }
+        let (queue, batches) = mpsc::channel();
+        let worker = shared.clone();
+        let spawned = std::thread::Builder::new().name("forebay-sleeper".to_owned()).spawn(move || {
+            worker.work(&batches);
+        });
+        let thread = spawned.map_err(|error| {
+            Error::Device(DeviceError::Os {
+                call: "thread spawn",
+                bytes: 0,
+                errno: error.raw_os_error().unwrap_or(0),
+                text: error.to_string(),
+            })
+        })?;
+        Ok(Self { shared, queue: Mutex::new(Some(queue)), thread: Mutex::new(Some(thread)), _turn: turn })
+    }
+
+    /// Which way it goes.
+    pub fn direction(&self) -> Direction {
+        self.shared.direction
+    }
+
+    pub(super) fn slot_bytes(&self) -> Option<u64> {
+        self.shared.staging.as_ref().map(|&(_, slot_bytes)| slot_bytes)
+    }
+
+    pub(super) fn submit(
+        &self,
+        regions: Vec<Region>,
+        moves: Vec<(Move, Region)>,
+        after: Option<&Stream>,
+    ) -> Result<usize> {
+        let after = after
+            .map(|stream| {
+                let event = self.shared.lanes.event(&self.shared.device)?;
+                self.shared.device.record(&event, stream)?;
+                Ok::<_, Error>(event)
+            })
+            .transpose()?;
+        let mut progress = lock(&self.shared.progress);
+        let sent = lock(&self.queue).as_ref().is_some_and(|queue| queue.send(Batch { regions, moves, after }).is_ok());
+        if !sent {
+            return Err(progress.failed.clone().unwrap_or_else(unknown));
+        }
+        progress.submitted += 1;
+        Ok(progress.submitted - 1)
+    }
+
+    /// Blocks until a batch has arrived, whole. Then nothing touches its memory any more.
+    pub fn wait(&self, batch: usize) -> Result<()> {
+        let mut progress = lock(&self.shared.progress);
+        let ends = loop {
+            match (progress.issued.get(batch), &progress.failed) {
+                (Some(ends), _) => break ends.clone(),
+                (None, Some(error)) => return Err(error.clone()),
+                (None, None) if batch >= progress.submitted => return Err(unknown()),
+                (None, None) if progress.finished => return Ok(()),
+                (None, None) => {
+                    progress = self.shared.changed.wait(progress).unwrap_or_else(PoisonError::into_inner);
+                }
+            }
+        };
+        drop(progress);
+        ends.iter().try_for_each(|end| Ok(self.shared.device.synchronize(end)?))
+    }
+
+    /// Whether a batch has arrived.
+    pub fn has_arrived(&self, batch: usize) -> Result<bool> {
+        let progress = lock(&self.shared.progress);
+        let Some(ends) = progress.issued.get(batch).cloned() else { return Ok(progress.finished) };
+        drop(progress);
+        for end in &ends {
+            if !self.shared.device.query(end)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Takes no more batches, and blocks until all have arrived and nothing is in flight, also after a failure.
+    pub fn finish(&self) -> Result<()> {
+        lock(&self.queue).take();
+        if let Some(thread) = lock(&self.thread).take()
+            && thread.join().is_err()
+        {
+            self.shared.fail(Error::InvalidOption {
+                option: "transfer",
+                value: "its thread panicked".to_owned(),
+                remedy: "report this as a defect".to_owned(),
+            });
+        }
+        let settled = self.shared.settle();
+        let mut progress = lock(&self.shared.progress);
+        if let Some(error) = &progress.failed {
+            return Err(error.clone());
+        }
+        settled?;
+        progress.finished = true;
+        let ends = std::mem::take(&mut progress.issued);
+        lock(&self.shared.lanes.spare).extend(ends.into_iter().flatten());
+        Ok(())
+    }
+}
+
+impl Drop for Transfer {
+    /// Memory that is in flight must not go back to its owner.
+    fn drop(&mut self) {
+        if lock(&self.queue).is_some() {
+            let _ = self.finish();
+        }
+    }
+}
+
+fn unknown() -> Error {
+    Error::InvalidOption {
+        option: "batch",
+        value: "no such batch".to_owned(),
+        remedy: "the transfer is finished, or the batch was never submitted".to_owned(),
+    }
+}
+
+impl Shared {
+    fn copying(&self) -> &Stream {
+        match self.direction {
+            Direction::Sleep => &self.lanes.store,
+            Direction::Wake => &self.lanes.fetch,
+        }
+    }
+
+    /// Both lanes wait for an event.
+    fn wait_for(&self, event: &Event) -> Result<()> {
+        self.device.wait(self.copying(), event)?;
+        Ok(self.device.wait(&self.lanes.pack, event)?)
+    }
+
+    fn fail(&self, error: Error) {
+        lock(&self.progress).failed.get_or_insert(error);
+        self.changed.notify_all();
+    }
+
+    /// Issues batch after batch until there are no more, or one fails; those behind it are dropped.
+    fn work(&self, batches: &mpsc::Receiver<Batch>) {
+        let ring = Ring::new(0..SLOTS);
+        for batch in batches {
+            let outcome = self.issue(&ring, batch);
+            match outcome {
+                Ok(ends) => {
+                    lock(&self.progress).issued.push(ends);
+                    self.changed.notify_all();
+                }
+                Err(error) => return self.fail(error),
+            }
+        }
+    }
+
+    fn issue(&self, ring: &Ring<usize, EventFence>, batch: Batch) -> Result<[Event; 2]> {
+        if let Some(after) = batch.after {
+            self.wait_for(&after)?;
+            lock(&self.lanes.spare).push(after);
+        }
+        for (one, slab) in &batch.moves {
+            let (slot, _) = ring.acquire()?;
+            let issued = self.issue_move(slot, one, slab, &batch.regions);
+            let event = self.lanes.slots[slot][1].clone();
+            // A move that was refused half way may have left work on the slot: nobody uses it again, the transfer ends.
+            ring.release(slot, Some(EventFence { device: self.device.clone(), event }));
+            issued?;
+        }
+        let ends = [self.lanes.event(&self.device)?, self.lanes.event(&self.device)?];
+        self.device.record(&ends[0], self.copying())?;
+        self.device.record(&ends[1], &self.lanes.pack)?;
+        Ok(ends)
+    }
+
+    /// One move, ended by the slot's second event.
+    fn issue_move(&self, slot: usize, one: &Move, slab: &Region, regions: &[Region]) -> Result<()> {
+        let (device, copying) = (&self.device, self.copying());
+        let [staged, ended] = &self.lanes.slots[slot];
+        match (one, self.direction) {
+            (Move::Direct { item, at_bytes, extent }, direction) => {
+                let memory = regions[*item].slice(*at_bytes, extent.bytes)?;
+                match direction {
+                    Direction::Sleep => device.copy(copying, &memory, slab)?,
+                    Direction::Wake => device.copy(copying, slab, &memory)?,
+                }
+                device.record(ended, copying)?;
+            }
+            (Move::Packed { run, parts }, Direction::Sleep) => {
+                let memory = self.slot(slot, run.bytes)?;
+                let pairs = pairs(&memory, parts, regions)?;
+                device.launch(&self.lanes.pack, &Kernel::CopyPairs { pairs: &pairs })?;
+                device.record(staged, &self.lanes.pack)?;
+                device.wait(copying, staged)?;
+                device.copy(copying, &memory, slab)?;
+                device.record(ended, copying)?;
+            }
+            (Move::Packed { run, parts }, Direction::Wake) => {
+                let memory = self.slot(slot, run.bytes)?;
+                device.copy(copying, slab, &memory)?;
+                device.record(staged, copying)?;
+                device.wait(&self.lanes.pack, staged)?;
+                let pairs: Vec<_> = pairs(&memory, parts, regions)?.into_iter().map(|(a, b)| (b, a)).collect();
+                device.launch(&self.lanes.pack, &Kernel::CopyPairs { pairs: &pairs })?;
+                device.record(ended, &self.lanes.pack)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn slot(&self, slot: usize, bytes: u64) -> Result<Region> {
+        let (staging, slot_bytes) = self.staging.as_ref().ok_or_else(|| Error::InvalidOption {
+            option: "staging",
+            value: "none".to_owned(),
+            remedy: "nothing is packed without staging memory".to_owned(),
+        })?;
+        Ok(staging.slice(slot as u64 * slot_bytes, bytes)?)
+    }
+
+    /// Blocks until both lanes are empty.
+    fn settle(&self) -> Result<()> {
+        let end = self.lanes.event(&self.device)?;
+        for stream in [self.copying(), &self.lanes.pack] {
+            let empty = || self.device.record(&end, stream).and_then(|()| self.device.synchronize(&end));
+            // A refused call is tried once more: without it memory would go back while it may still be in use.
+            empty().or_else(|_| empty())?;
+        }
+        lock(&self.lanes.spare).push(end);
+        Ok(())
+    }
+}
+
+/// Storages and their places in a staging slot.
+fn pairs(slot: &Region, parts: &[Part], regions: &[Region]) -> Result<Vec<(Region, Region)>> {
+    parts
+        .iter()
+        .map(|part| {
+            Ok((regions[part.item].slice(part.at_bytes, part.bytes)?, slot.slice(part.offset_bytes, part.bytes)?))
+        })
+        .collect()
+}

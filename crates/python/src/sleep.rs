@@ -1,0 +1,160 @@
+//! Sleep and wake as Python sees them: numbers of storages, their addresses and sizes.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use forebay::device::{Backend, Stream, open};
+use forebay::pool::Pool;
+use forebay::sleep::{Direction, Sleeper, Transfer};
+use forebay::{Error, Result};
+use pyo3::prelude::*;
+
+use crate::guard;
+use crate::torch::{self, Keeper};
+
+/// The slabs of one device in which storages sleep, and the transfer under way.
+#[pyclass(frozen)]
+pub(crate) struct Slabs {
+    sleeper: Sleeper,
+    transfer: Mutex<Option<Arc<Transfer>>>,
+}
+
+impl Slabs {
+    fn current(&self) -> MutexGuard<'_, Option<Arc<Transfer>>> {
+        self.transfer.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn transfer(&self) -> Result<Arc<Transfer>> {
+        self.current().clone().ok_or_else(|| Error::InvalidOption {
+            option: "transfer",
+            value: "none".to_owned(),
+            remedy: "begin one first".to_owned(),
+        })
+    }
+
+    /// torch's stream; the CPU has none, and what torch did there is done.
+    fn stream(&self, handle: u64) -> Result<Option<Stream>> {
+        let device = self.sleeper.device();
+        (device.info().backend != Backend::Cpu).then(|| torch::stream(device, handle)).transpose()
+    }
+}
+
+#[pymethods]
+impl Slabs {
+    /// Open a device; nothing is pinned yet.
+    #[new]
+    fn new(py: Python<'_>, device: &str) -> PyResult<Self> {
+        guard::run(py, || Ok(Self { sleeper: Sleeper::new(Pool::new(open(device)?)), transfer: Mutex::default() }))
+    }
+
+    /// Bytes of device memory that a transfer uses to pack small storages.
+    #[staticmethod]
+    fn staging_bytes() -> u64 {
+        Sleeper::staging_bytes()
+    }
+
+    /// Whether each storage has its place, of this size, with nothing asleep there.
+    fn holds(&self, py: Python<'_>, ids: Vec<u64>, sizes: Vec<u64>) -> PyResult<bool> {
+        guard::run(py, || Ok(self.sleeper.holds(&ids.into_iter().zip(sizes).collect::<Vec<_>>())))
+    }
+
+    /// Give each storage a place; pins what is missing.
+    #[pyo3(signature = (ids, sizes, budget_bytes=None))]
+    fn place(&self, py: Python<'_>, ids: Vec<u64>, sizes: Vec<u64>, budget_bytes: Option<u64>) -> PyResult<()> {
+        guard::run(py, || self.sleeper.place(&ids.into_iter().zip(sizes).collect::<Vec<_>>(), budget_bytes))
+    }
+
+    /// Begin to move storages, behind what was submitted to `stream`. `staging` owns memory of `staging_bytes` at
+    /// `staging_addr`; with address 0 nothing is packed.
+    fn begin(
+        &self,
+        py: Python<'_>,
+        to_sleep: bool,
+        stream: u64,
+        staging_addr: u64,
+        staging: Py<PyAny>,
+    ) -> PyResult<()> {
+        guard::run(py, || {
+            let (device, after) = (self.sleeper.device(), self.stream(stream)?);
+            let memory = (staging_addr != 0)
+                .then(|| torch::buffer(device, staging_addr, Sleeper::staging_bytes(), Arc::new(staging)))
+                .transpose()?;
+            let direction = if to_sleep { Direction::Sleep } else { Direction::Wake };
+            let transfer = self.sleeper.begin(direction, after.as_ref(), memory.as_ref())?;
+            *self.current() = Some(Arc::new(transfer));
+            Ok(())
+        })
+    }
+
+    /// Hand over a batch: numbers, addresses and sizes of storages that `owner` holds. Returns its number. Storages of
+    /// a sleep count as asleep until they are freed: their places are neither given away nor stored to.
+    fn submit(
+        &self,
+        py: Python<'_>,
+        ids: Vec<u64>,
+        addrs: Vec<u64>,
+        sizes: Vec<u64>,
+        owner: Py<PyAny>,
+        stream: u64,
+    ) -> PyResult<usize> {
+        guard::run(py, || {
+            let transfer = self.transfer()?;
+            let after = if transfer.direction() == Direction::Wake { self.stream(stream)? } else { None };
+            let (device, keeper): (_, Keeper) = (self.sleeper.device(), Arc::new(owner));
+            let batch = ids.into_iter().zip(addrs.into_iter().zip(sizes));
+            let batch = batch.map(|(id, (addr, size))| Ok((id, torch::storage(device, addr, size, &keeper)?)));
+            self.sleeper.submit(&transfer, batch.collect::<Result<Vec<_>>>()?, after.as_ref())
+        })
+    }
+
+    /// Block until a batch has arrived.
+    fn wait(&self, py: Python<'_>, batch: usize) -> PyResult<()> {
+        guard::run(py, || self.transfer()?.wait(batch))
+    }
+
+    /// Whether a batch has arrived.
+    fn has_arrived(&self, py: Python<'_>, batch: usize) -> PyResult<bool> {
+        guard::run(py, || self.transfer()?.has_arrived(batch))
+    }
+
+    /// Block until all batches have arrived and nothing is in flight, also where one failed; then raise that failure.
+    fn finish(&self, py: Python<'_>) -> PyResult<()> {
+        guard::run(py, || {
+            let transfer = self.current().clone();
+            let outcome = transfer.map_or(Ok(()), |transfer| transfer.finish());
+            self.current().take();
+            outcome
+        })
+    }
+
+    /// Note that storages are awake.
+    fn free(&self, py: Python<'_>, ids: Vec<u64>) -> PyResult<()> {
+        guard::run(py, || {
+            self.sleeper.free(&ids);
+            Ok(())
+        })
+    }
+
+    /// Pinned bytes.
+    fn pinned_bytes(&self, py: Python<'_>) -> PyResult<u64> {
+        guard::run(py, || Ok(self.sleeper.pinned_bytes()))
+    }
+
+    /// What pinning took: bytes and nanoseconds of the slabs there are.
+    fn pin_stats(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
+        guard::run(py, || {
+            let stats = self.sleeper.pin_stats();
+            let ns = stats.iter().map(|stats| stats.fault_ns + stats.register_ns).sum();
+            Ok((stats.iter().map(|stats| stats.bytes).sum(), ns))
+        })
+    }
+
+    /// Allocations, slabs, streams and events made on the device so far; constant from the third sleep on.
+    fn resources_made(&self) -> u64 {
+        self.sleeper.device().counters().total()
+    }
+
+    /// Unpin and free everything; refused while anything sleeps.
+    fn release(&self, py: Python<'_>) -> PyResult<()> {
+        guard::run(py, || self.sleeper.release())
+    }
+}

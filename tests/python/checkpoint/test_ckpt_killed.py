@@ -1,0 +1,26 @@
+"""Killed at any moment of a save, the last complete checkpoint loads and is consistent."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+KILLS = int(os.environ.get("FOREBAY_KILLS", "200"))
+
+
+def test_killed_at_random_moments_the_last_complete_checkpoint_loads() -> None:
+    program = Path(__file__).parent / "ckpt_killed.py"
+    seed = int.from_bytes(os.urandom(4), "little")
+    # What a killed process wrote is in the system's cache, whatever the disk: a disk in memory is as good and faster.
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        arguments = [sys.executable, program, Path(folder) / "run", str(KILLS), str(seed)]
+        done = subprocess.run(arguments, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, f"seed {seed}: {done.stderr[-3000:]}"
+    kills, _, last, _ = done.stdout.split()
+    assert int(kills) == KILLS
+    # It did get somewhere: most children complete no more than a save or two before they are killed.
+    assert int(last) > KILLS // 10
