@@ -8,6 +8,7 @@ import threading
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from async_helpers import (
 )
 
 import forebay
-from forebay import _core, _storage, checkpoint
+from forebay import _core, _snapshot, _storage, checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -202,69 +203,81 @@ def test_a_plain_save_waits_for_the_first(tmp_path: Path) -> None:
 # Other changes while one is under way.
 
 
-def close(path: Path, model: Any, optimizer: forebay.AdamW) -> None:
-    optimizer.close()
+def close(path: Path, model: Any, optimizer: Any) -> Any:
+    return optimizer.close
 
 
-def load_state_dict(path: Path, model: Any, optimizer: forebay.AdamW) -> None:
+def load_state_dict(path: Path, model: Any, optimizer: Any) -> Any:
     other, (its,) = build("masters")
     train(other, [its], 30)
-    optimizer.load_state_dict(its.state_dict())
+    state = its.state_dict()
+    return lambda: optimizer.load_state_dict(state)
 
 
-def load_without_masters(path: Path, model: Any, optimizer: forebay.AdamW) -> None:
+def load_without_masters(path: Path, model: Any, optimizer: Any) -> Any:
     other, (its,) = build("masters")
     train(other, [its], 30)
     state = its.state_dict()
     for kinds in state["state"].values():
         kinds.pop("master_param")
-    optimizer.load_state_dict(state)
-    values(model, [optimizer])
+    # Reading makes the masters.
+    return lambda: (optimizer.load_state_dict(state), values(model, [optimizer]))
 
 
-def load_checkpoint(path: Path, model: Any, optimizer: forebay.AdamW) -> None:
-    checkpoint.load(path / "other", model, optimizer)
+def load_checkpoint(path: Path, model: Any, optimizer: Any) -> Any:
+    return lambda: checkpoint.load(path / "other", model, optimizer)
 
 
-def refresh(path: Path, model: Any, optimizer: forebay.AdamW) -> None:
-    # The weights were copied, or have been written, when this is allowed to change them.
-    assert checkpoint._earlier[0]._snapshot.live_written.wait(20)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1)
-    optimizer.refresh_master_weights()
+def refresh(path: Path, model: Any, optimizer: Any) -> Any:
+    def change() -> None:
+        # The weights are copied, or written first; only then may this change them.
+        assert checkpoint._earlier[0]._snapshot.live_written.wait(20)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1)
+        optimizer.refresh_master_weights()
+
+    return change
 
 
-def add_param_group(path: Path, model: Any, optimizer: forebay.AdamW) -> None:
+def add_param_group(path: Path, model: Any, optimizer: Any) -> Any:
     extra = torch.nn.Parameter(torch.ones(400, 700, dtype=torch.bfloat16))
-    optimizer.add_param_group({"params": [extra]})
     extra.grad = torch.ones_like(extra)
-    train(model, [optimizer], 3)
+    return lambda: (optimizer.add_param_group({"params": [extra]}), optimizer.step())
 
 
-def step_after_a_step(path: Path, model: Any, optimizer: forebay.AdamW) -> None:
-    train(model, [optimizer], 3, 4)
+def step(path: Path, model: Any, optimizer: Any) -> Any:
+    return lambda: train(model, [optimizer], 3, 4)
+
+
+CHANGES = (close, load_state_dict, load_without_masters, load_checkpoint, refresh, add_param_group, step)
 
 
 @pytest.mark.parametrize("budget", [None, 2 * ELEMENTS + PAGE, 0])
-@pytest.mark.parametrize(
-    "change",
-    [close, load_state_dict, load_without_masters, load_checkpoint, refresh, add_param_group, step_after_a_step],
-)
-def test_a_change_during_a_save(change: Any, budget: int | None, tmp_path: Path) -> None:
-    model, optimizers = build("masters")
-    train(model, optimizers, 0)
-    if change is load_checkpoint:
-        train(model, optimizers, 9)
-        checkpoint.save(tmp_path / "other", model, optimizers)
+@pytest.mark.parametrize("prepare", CHANGES)
+def test_a_change_during_a_save(prepare: Any, budget: int | None, tmp_path: Path) -> None:
+    during_a_save(prepare, "masters", budget, tmp_path)
+
+
+def test_a_load_during_a_save_of_torchs_optimizer(tmp_path: Path) -> None:
+    during_a_save(load_checkpoint, "torch", 0, tmp_path)
+
+
+def during_a_save(prepare: Any, kind: str, budget: int | None, path: Path) -> None:
+    model, optimizers = build(kind)
+    train(model, optimizers, 0, 9)
+    if prepare is load_checkpoint:
+        checkpoint.save(path / "other", model, optimizers)
     train(model, optimizers, 1)
     kept = values(model, optimizers)
-    with held() as gate:
-        handle = checkpoint.async_save(tmp_path / "run", model, optimizers, snapshot_budget_bytes=budget)
-        gate.open(after_s=0.05)
-        change(tmp_path, model, optimizers[0])
+    change = prepare(path, model, optimizers[0])
+    # Without copiers, which would make everything safe before the change begins; nothing is written before it either.
+    with held() as gate, mock.patch.object(_snapshot.Snapshot, "copy_ahead"):
+        handle = checkpoint.async_save(path / "run", model, optimizers, snapshot_budget_bytes=budget)
+        gate.open(after_s=0.3)
+        change()
         handle.result()
-    assert_holds(tmp_path / "run", "masters", kept)
+    assert_holds(path / "run", kind, kept)
 
 
 def test_a_closed_optimizer_is_refused_as_a_plain_save_refuses_it(tmp_path: Path) -> None:
