@@ -54,9 +54,9 @@ def broken(path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     """Let the folder of a save vanish before this method of the writer."""
     original = getattr(_storage.Writer, moment)
 
-    def vanish(self: _storage.Writer, *arguments: object) -> object:
+    def vanish(self: _storage.Writer, *arguments: object, **named: object) -> object:
         shutil.rmtree(path / "00000002")
-        return original(self, *arguments)
+        return original(self, *arguments, **named)
 
     monkeypatch.setattr(_storage.Writer, moment, vanish)
 
