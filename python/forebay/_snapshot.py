@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+import traceback
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +24,8 @@ if TYPE_CHECKING:
 
 _copies: dict[int, _core.HostCopies] = {}
 _under_way: weakref.WeakSet[Snapshot] = weakref.WeakSet()
-
-
-def wait_for_live() -> None:
-    """Return when no save under way reads a model's own memory any more: before that memory goes elsewhere."""
-    for snapshot in list(_under_way):
-        snapshot.live_written.wait()
+_live: weakref.WeakKeyDictionary[torch.optim.Optimizer, threading.Event] = weakref.WeakKeyDictionary()
+"""For each optimizer that had to wait once: set when its parameters may be changed, as far as a save is concerned."""
 
 
 class Snapshot:
@@ -51,21 +48,38 @@ class Snapshot:
         # Parameters that the budget did not allow to copy: written first, and a step waits for that.
         self.live: list[torch.Tensor] = []
         self.live_written = threading.Event()
-        self._hooks: list[Any] = []
-        self._held: list[Any] = []
-        engines = [one._engine for one in optimizers if isinstance(one, AdamW) and one._engine is not None]
+        self.kept: list[_core.Snapshot] = []
+        engines = [
+            one._engine
+            for one in optimizers
+            if isinstance(one, AdamW) and one._engine is not None and one._stores and not one._closed
+        ]
         pinned = _pinned(optimizers)
         others = _leaves(state, pinned)
         room = _room() if budget_bytes is None else budget_bytes
         replaced = self._copy(others, room)
-        room -= sum(local(value).nbytes for value in replaced.values())
+        room = max(room - sum(local(value).nbytes for value in replaced.values()), 0)
         self.state = _rebuilt(state, replaced)
-        self.kept = [engine.snapshot(max(room, 0)) for engine in engines]
-        _under_way.add(self)
-        if self.live:
-            self._hooks = [one.register_step_pre_hook(self._wait_for_live) for one in optimizers]
-        else:
-            self.live_written.set()
+        try:
+            # One budget for all of them, each by its size.
+            sizes = [engine.pinned_bytes() for engine in engines]
+            for engine, size in zip(engines, sizes, strict=True):
+                self.kept.append(engine.snapshot(room * size // max(sum(sizes), 1)))
+            _under_way.add(self)
+            if self.live:
+                self._hold_steps()
+            else:
+                self.live_written.set()
+        except BaseException:
+            self.finish()
+            raise
+
+    def _hold_steps(self) -> None:
+        for one in self.optimizers:
+            # Never removed: that would be by another thread, maybe while a step is going through its hooks.
+            if one not in _live:
+                one.register_step_pre_hook(_wait_for_live)
+            _live[one] = self.live_written
 
     def _copy(self, tensors: list[torch.Tensor], room: int) -> dict[int, torch.Tensor]:
         replaced: dict[int, torch.Tensor] = {}
@@ -93,9 +107,6 @@ class Snapshot:
                 replaced[id(tensor)] = _like(tensor, data)
         return replaced
 
-    def _wait_for_live(self, *_: Any) -> None:
-        self.live_written.wait()
-
     def copy_ahead(self, threads: int, bytes_per_s: float | None) -> None:
         """Copy pages aside in the background, before the next step comes."""
         for kept in self.kept:
@@ -110,12 +121,29 @@ class Snapshot:
     def finish(self) -> None:
         """Keep nothing any longer."""
         self.live_written.set()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
         for kept in self.kept:
             kept.finish()
-        self.state = {}
+        # With these goes the memory of the copies.
+        self.kept, self.live, self.state = [], [], {}
+
+
+def _wait_for_live(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    event = _live.get(optimizer)
+    if event is not None:
+        event.wait()
+
+
+def wait_for_live() -> None:
+    """Return when no save under way reads a model's own memory any more: before that memory goes elsewhere."""
+    for snapshot in list(_under_way):
+        snapshot.live_written.wait()
+
+
+def wait_before_load() -> None:
+    """Return when parameters and state may be written from here, as far as a save under way is concerned."""
+    wait_for_live()
+    for optimizer in list(AdamW.alive):
+        optimizer._protect()
 
 
 def _room() -> int:
@@ -209,6 +237,7 @@ class Handle:
             try:
                 work()
             except BaseException as error:
+                _forget_frames(error)
                 self._error = error
             finally:
                 self._stats = snapshot.stats()
@@ -241,6 +270,10 @@ class Handle:
         self._thread.join()
         self.raise_untold(again=True)
 
+    def has_untold(self) -> bool:
+        """Whether something went wrong that has not been raised yet."""
+        return self._error is not None and not self._told
+
     def raise_untold(self, *, again: bool = False) -> None:
         """Raise what went wrong, unless it has been raised before."""
         if self._error is not None and (again or not self._told):
@@ -249,5 +282,12 @@ class Handle:
 
     def progress(self) -> dict[str, float | int]:
         """Return how far it is: bytes written and to write, bytes copied aside, and how often and long steps waited."""
-        stats = self._stats if self.done() else self._snapshot.stats()
+        stats = self._stats or self._snapshot.stats()
         return {"written_bytes": self._moved.bytes(), "total_bytes": self._total_bytes, **stats}
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Drop the local variables of an error that is kept: the whole state hangs on them."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -33,6 +33,7 @@ from torch.futures import Future
 
 from forebay import _core
 from forebay._progress import bar
+from forebay._snapshot import wait_before_load
 from forebay._torch import local, stream_handle
 from forebay._values import decode, encode
 from forebay.errors import CheckpointError, Error, OptionError
@@ -445,9 +446,8 @@ class Reader(StorageReader):
         for item, target in zip(items, targets, strict=True):
             stored = _TYPES[self._manifest["tensors"][item.storage_index.fqn]["dtype"]]
             (direct if _is_direct(target, stored) else staged).append((item, target, stored))
-        for optimizer in list(AdamW.alive):
-            # A save under way may still need what is about to be overwritten.
-            optimizer._protect()
+        # A save under way may still need what is about to be overwritten.
+        wait_before_load()
         try:
             # All of one kind first: whatever can be refused is refused before anything is written.
             self._read_into([(item, target) for item, target, _ in direct], moved)

@@ -39,7 +39,7 @@ from forebay.errors import CheckpointError, Error, OptionError
 from forebay.optim import AdamW
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from torch.distributed.checkpoint.planner import SavePlan
@@ -77,7 +77,7 @@ def save(
     optimizers = _optimizers(optimizer)
     state = _state(model, optimizers)
     _add_extra(state, extra)
-    _wait_for_earlier("wait")
+    _wait_for_earlier()
     _write(state, _writer(path, keep_last, optimizers), process_group)
 
 
@@ -166,40 +166,90 @@ def async_save(
         raise OptionError(f"invalid write_gbps: {write_gbps!r}; use a positive number, or None")
     optimizers = _optimizers(optimizer)
     writer = _writer(path, keep_last, optimizers)
-    _wait_for_earlier(when_busy)
+    # As things are now: whatever is loaded from here on does not mend what is saved.
+    writer._checks = [_outcome(check) for check in writer._checks]
+    group = _end_earlier_on_all_ranks(when_busy)
     state = _state(model, optimizers)
     _add_extra(state, extra)
-    group = _background_group()
     snapshot = Snapshot(state, optimizers, snapshot_budget_bytes)
-    writer.snapshot, writer.moved = snapshot, _core.Moved()
-    writer.bytes_per_s = None if write_gbps is None else write_gbps * 1e9
-    leaves, _ = flatten_state_dict(snapshot.state)
-    total = sum(local(value).nbytes for value in leaves.values() if isinstance(value, torch.Tensor))
-    snapshot.copy_ahead(max(min((os.cpu_count() or 2) // 2, 8), 1), None)
-    handle = Handle(snapshot, lambda: _write(snapshot.state, writer, group), total, writer.moved)
+    try:
+        writer.snapshot, writer.moved = snapshot, _core.Moved()
+        writer.bytes_per_s = None if write_gbps is None else write_gbps * 1e9
+        leaves, _ = flatten_state_dict(snapshot.state)
+        total = sum(local(value).nbytes for value in leaves.values() if isinstance(value, torch.Tensor))
+        snapshot.copy_ahead(max(min((os.cpu_count() or 2) // 2, 8), 1), None)
+        handle = Handle(snapshot, lambda: _write(snapshot.state, writer, group), total, writer.moved)
+    except BaseException:
+        # Nobody will write it, so no step may wait for it.
+        snapshot.finish()
+        raise
     _earlier[:] = [handle]
     return handle
 
 
-def _wait_for_earlier(when_busy: str) -> None:
-    """Wait for a save under way, or refuse; raise what went wrong with one that nobody asked for its result."""
-    for handle in _earlier:
-        if not handle.done() and when_busy == "refuse":
-            raise CheckpointError(
-                f"an earlier save is under way: {handle.progress()}; wait for its result(), or use when_busy='wait'"
-            )
+def _outcome(check: Callable[[], None]) -> Callable[[], None]:
+    """Run a check now; return what raises its error later, where all ranks hear of it."""
+    error: Error | None = None
+    try:
+        check()
+    except Error as refused:
+        error = refused
+
+    def repeat() -> None:
+        if error is not None:
+            raise error
+
+    return repeat
+
+
+def _wait_for_earlier() -> None:
+    """Wait for a save under way; raise what went wrong with one that nobody asked for its result."""
+    for handle in list(_earlier):
         handle._done.wait()
         _earlier.clear()
         handle.raise_untold()
 
 
-def _background_group() -> Any:
-    """Return a process group that only saves in the background use: training's own must not be shared with a thread."""
+def _end_earlier_on_all_ranks(when_busy: str) -> Any:
+    """Wait for a save under way or refuse, and raise its error if any: the same on all ranks, or they would part ways.
+
+    Return the group for the new one.
+    """
+    saves, calls = _groups()
+    handle = _earlier[0] if _earlier else None
+    if when_busy == "refuse" and _on_any_rank(handle is not None and not handle.done(), calls):
+        progress = {} if handle is None else handle.progress()
+        raise CheckpointError(
+            f"an earlier save is under way: {progress}; wait for its result(), or use when_busy='wait'"
+        )
+    if handle is not None:
+        handle._done.wait()
+        _earlier.clear()
+    if _on_any_rank(handle is not None and handle.has_untold(), calls):
+        if handle is not None:
+            handle.raise_untold(again=True)
+        raise CheckpointError("the save before this one failed on another rank")
+    return saves
+
+
+def _on_any_rank(flag: bool, group: Any) -> bool:
+    if group is None:
+        return flag
+    flags = torch.tensor([flag], dtype=torch.int32)
+    dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+    return bool(flags.item())
+
+
+def _groups() -> tuple[Any, Any]:
+    """Return a process group that only saves in the background use, and one for the calls that begin them.
+
+    Training's own must not be shared with a thread, and these two not with each other.
+    """
     if not (dist.is_available() and dist.is_initialized()):
-        return None
-    if not _group or _group[0][0] is not dist.group.WORLD:
-        _group[:] = [(dist.group.WORLD, dist.new_group(backend="gloo"))]
-    return _group[0][1]
+        return None, None
+    if not _group or _group[0] is not dist.group.WORLD:
+        _group[:] = [dist.group.WORLD, dist.new_group(backend="gloo"), dist.new_group(backend="gloo")]
+    return _group[1], _group[2]
 
 
 def load(

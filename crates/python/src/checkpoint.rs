@@ -123,10 +123,7 @@ impl Snapshot {
             for turn in 0..threads {
                 let snapshot = self.inner.clone();
                 // At full priority: a step may come to wait for the page that is being copied.
-                let work = move || {
-                    // A failure has ended the snapshot, which the save reports.
-                    let _ = snapshot.copy_ahead(turn, threads, bytes_per_s);
-                };
+                let work = move || snapshot.copy_ahead(turn, threads, bytes_per_s);
                 // Without the thread the step copies for itself.
                 let _ = std::thread::Builder::new().name("forebay-snapshot".to_owned()).spawn(work);
             }
@@ -151,6 +148,13 @@ impl Snapshot {
     fn stats(&self) -> (u64, u64, u64, u64) {
         let SnapshotStats { copied_bytes, block_bytes, stalls, stall_ns } = self.inner.stats();
         (copied_bytes, block_bytes, stalls, stall_ns)
+    }
+}
+
+impl Drop for Snapshot {
+    /// Whoever loses it must not leave a step waiting for it.
+    fn drop(&mut self) {
+        self.inner.finish();
     }
 }
 

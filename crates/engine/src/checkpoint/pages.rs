@@ -18,7 +18,8 @@
 //! 3. There is a fixed number of blocks: they are the budget. A block is free again when its page is Done. With none
 //!    free, whoever wants to change a page waits for the saver, who needs no block to go on: so nobody waits for ever.
 //! 4. `finish` ends it all: everything that waits returns, every page may be changed, and a read finds that there is
-//!    nothing more to read. It is called when the save is over, however it ended.
+//!    nothing more to read. It is called when the save is over, however it ended. Whoever is reading just then learns
+//!    from `end_read` that what was read is worth nothing: the page may have been changed under the reader's eyes.
 //!
 //! The tests below run this protocol under loom, in every interleaving of a saver, a step and a copier.
 
@@ -115,13 +116,16 @@ impl Pages {
         }
     }
 
-    pub(super) fn end_read(&self, number: usize, bytes: u64) {
+    /// Returns whether what was read is what was there at the moment of the snapshot.
+    #[must_use]
+    pub(super) fn end_read(&self, number: usize, bytes: u64) -> bool {
         let mut inner = lock(&self.inner);
         let page = &mut inner.pages[number];
         page.readers -= 1;
         page.left = page.left.map(|left| left.saturating_sub(bytes));
         inner.settle(number);
         self.changed.notify_all();
+        !inner.is_over
     }
 
     /// Returns what is to be done before a page may be changed, and how long that had to be waited for.
@@ -216,7 +220,17 @@ mod loom_tests {
     use loom::sync::atomic::{AtomicUsize, Ordering::SeqCst};
     use loom::thread;
 
-    /// Memory of as many pages as there are, and blocks. 0 is what was there at the moment of the snapshot.
+    /// What a step writes over everything.
+    const CHANGED: usize = 1;
+    /// What no page and no block holds.
+    const NOTHING: usize = 9;
+
+    /// What a page holds at the moment of the snapshot.
+    fn first(page: usize) -> usize {
+        100 + page
+    }
+
+    /// Memory of as many pages as there are, and blocks.
     struct World {
         pages: Pages,
         memory: Vec<AtomicUsize>,
@@ -225,39 +239,59 @@ mod loom_tests {
 
     impl World {
         fn new(pages: usize, blocks: usize) -> Arc<Self> {
-            let cells = |n: usize, value: usize| (0..n).map(|_| AtomicUsize::new(value)).collect();
-            Arc::new(Self { pages: Pages::new(pages, blocks), memory: cells(pages, 0), blocks: cells(blocks, 9) })
+            Arc::new(Self {
+                pages: Pages::new(pages, blocks),
+                memory: (0..pages).map(|page| AtomicUsize::new(first(page))).collect(),
+                blocks: (0..blocks).map(|_| AtomicUsize::new(NOTHING)).collect(),
+            })
         }
 
         fn save(&self) -> usize {
             self.pages.plan(&vec![1; self.memory.len()]);
-            let mut read = 0;
-            for number in 0..self.memory.len() {
-                let found = match self.pages.begin_read(number) {
-                    Source::Live => self.memory[number].load(SeqCst),
-                    Source::Copy(block) => self.blocks[block].load(SeqCst),
-                    Source::Gone => continue,
-                };
-                assert_eq!(found, 0, "the saver sees what was there at the moment of the snapshot");
-                self.pages.end_read(number, 1);
-                read += 1;
-            }
-            read
+            (0..self.memory.len()).filter(|&page| self.read(page)).count()
+        }
+
+        /// Reads one byte of a page; false if the snapshot was given up.
+        fn read(&self, page: usize) -> bool {
+            let found = match self.pages.begin_read(page) {
+                Source::Live => self.memory[page].load(SeqCst),
+                Source::Copy(block) => self.blocks[block].load(SeqCst),
+                Source::Gone => return false,
+            };
+            let is_whole = self.pages.end_read(page, 1);
+            assert!(!is_whole || found == first(page), "page {page}: the saver sees {found}");
+            is_whole
         }
 
         fn step(&self) {
-            for number in 0..self.memory.len() {
-                self.copy(number, true);
-                self.memory[number].store(1, SeqCst);
+            for page in 0..self.memory.len() {
+                self.copy(page, true);
+                self.memory[page].store(CHANGED, SeqCst);
             }
         }
 
-        fn copy(&self, number: usize, waits: bool) {
-            if let (Duty::Copy(block), _) = self.pages.begin_protect(number, waits) {
-                self.blocks[block].store(self.memory[number].load(SeqCst), SeqCst);
-                self.pages.end_copy(number);
+        fn copy(&self, page: usize, waits: bool) {
+            if let (Duty::Copy(block), _) = self.pages.begin_protect(page, waits) {
+                self.blocks[block].store(self.memory[page].load(SeqCst), SeqCst);
+                self.pages.end_copy(page);
             }
         }
+
+        fn free_blocks(&self) -> usize {
+            lock(&self.pages.inner).free.len()
+        }
+    }
+
+    fn beside(world: &Arc<World>, work: impl FnOnce(&World) + 'static) -> thread::JoinHandle<()> {
+        let world = world.clone();
+        thread::spawn(move || work(&world))
+    }
+
+    /// Three threads and several waits: switched against their will so often at most.
+    fn model(preemptions: usize, body: impl Fn() + Sync + Send + 'static) {
+        let mut builder = loom::model::Builder::new();
+        builder.preemption_bound = Some(preemptions);
+        builder.check(body);
     }
 
     /// With fewer blocks than pages the step waits for the saver, and both come to their end.
@@ -266,13 +300,10 @@ mod loom_tests {
         for blocks in [0, 1] {
             loom::model(move || {
                 let world = World::new(2, blocks);
-                let stepping = {
-                    let world = world.clone();
-                    thread::spawn(move || world.step())
-                };
+                let stepping = beside(&world, World::step);
                 assert_eq!(world.save(), 2);
                 stepping.join().unwrap();
-                assert_eq!(lock(&world.pages.inner).free.len(), blocks, "every block is back");
+                assert_eq!(world.free_blocks(), blocks, "every block is back");
             });
         }
     }
@@ -282,18 +313,67 @@ mod loom_tests {
     fn loom_copier_runs_ahead() {
         loom::model(|| {
             let world = World::new(1, 1);
-            let stepping = {
-                let world = world.clone();
-                thread::spawn(move || world.step())
-            };
-            let copying = {
-                let world = world.clone();
-                thread::spawn(move || world.copy(0, false))
-            };
+            let stepping = beside(&world, World::step);
+            let copying = beside(&world, |world| world.copy(0, false));
             assert_eq!(world.save(), 1);
             stepping.join().unwrap();
             copying.join().unwrap();
-            assert_eq!(lock(&world.pages.inner).free.len(), 1, "every block is back");
+            assert_eq!(world.free_blocks(), 1, "every block is back");
+        });
+    }
+
+    /// A copier that waits for blocks hears of the end, whether it comes before or after.
+    #[test]
+    fn loom_copier_ends_with_the_snapshot() {
+        loom::model(|| {
+            let world = World::new(1, 0);
+            let copying = beside(&world, |world| while world.pages.wait_for_change() {});
+            world.save();
+            world.pages.finish();
+            copying.join().unwrap();
+        });
+    }
+
+    /// Two files have a part of the same page each; its block goes to the next page when both have been read.
+    #[test]
+    fn loom_two_savers_share_a_page() {
+        for blocks in [0, 1] {
+            model(3, move || {
+                let world = World::new(2, blocks);
+                world.pages.plan(&[2, 1]);
+                let stepping = beside(&world, World::step);
+                let saving = beside(&world, |world| assert!(world.read(0)));
+                assert!(world.read(0));
+                assert!(world.read(1));
+                saving.join().unwrap();
+                stepping.join().unwrap();
+                assert_eq!(world.free_blocks(), blocks, "every block is back");
+            });
+        }
+    }
+
+    /// A step waits without a block, and then nobody wants the page after all.
+    #[test]
+    fn loom_plan_frees_what_nobody_writes() {
+        loom::model(|| {
+            let world = World::new(2, 0);
+            let stepping = beside(&world, World::step);
+            world.pages.plan(&[0, 0]);
+            stepping.join().unwrap();
+            assert!(world.pages.is_safe());
+        });
+    }
+
+    /// The same while the page is being copied: the block is back, by whoever comes last.
+    #[test]
+    fn loom_plan_during_a_copy_gives_the_block_back() {
+        loom::model(|| {
+            let world = World::new(1, 1);
+            let copying = beside(&world, |world| world.copy(0, false));
+            world.pages.plan(&[0]);
+            copying.join().unwrap();
+            assert_eq!(world.free_blocks(), 1, "every block is back");
+            assert!(world.pages.is_safe());
         });
     }
 
@@ -302,13 +382,40 @@ mod loom_tests {
     fn loom_giving_up_frees_the_step() {
         loom::model(|| {
             let world = World::new(2, 0);
-            let stepping = {
-                let world = world.clone();
-                thread::spawn(move || world.step())
-            };
+            let stepping = beside(&world, World::step);
             world.pages.finish();
             stepping.join().unwrap();
             assert_eq!(world.pages.begin_read(0), Source::Gone);
+        });
+    }
+
+    /// A snapshot that is given up under a saver's eyes: what the saver takes for whole is whole, and it waits for nobody.
+    #[test]
+    fn loom_giving_up_voids_a_read_under_way() {
+        for blocks in [0, 1] {
+            model(3, move || {
+                let world = World::new(1, blocks);
+                let stepping = beside(&world, World::step);
+                let giving_up = beside(&world, |world| world.pages.finish());
+                world.save();
+                stepping.join().unwrap();
+                giving_up.join().unwrap();
+            });
+        }
+    }
+
+    /// The end comes between the beginning and the end of a copy.
+    #[test]
+    fn loom_copy_ends_after_the_snapshot() {
+        loom::model(|| {
+            let world = World::new(1, 1);
+            let (duty, _) = world.pages.begin_protect(0, true);
+            let saving = beside(&world, |world| assert_eq!(world.save(), 0));
+            world.pages.finish();
+            assert_eq!(duty, Duty::Copy(0));
+            world.pages.end_copy(0);
+            saving.join().unwrap();
+            assert_eq!(world.pages.begin_protect(0, true).0, Duty::None);
         });
     }
 }

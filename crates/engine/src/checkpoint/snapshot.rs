@@ -15,7 +15,10 @@ use super::pages::{Duty, Pages, Source};
 use crate::error::{Error, Result};
 
 /// The unit that is kept or copied.
-const PAGE_BYTES: u64 = 4 << 20;
+pub const PAGE_BYTES: u64 = 4 << 20;
+
+/// The most that a stream pauses after one piece.
+const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
 /// What a snapshot cost so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
@@ -35,12 +38,7 @@ pub struct SnapshotStats {
 struct Guarded {
     region: Region,
     first_page: usize,
-}
-
-impl Guarded {
-    fn pages(&self) -> usize {
-        self.region.bytes().div_ceil(PAGE_BYTES) as usize
-    }
+    pages: usize,
 }
 
 /// State at one moment.
@@ -48,10 +46,13 @@ impl Guarded {
 pub struct Snapshot {
     /// In ascending order of address.
     guarded: Vec<Guarded>,
+    page_bytes: u64,
     /// The pages in the order in which a step comes to them.
     order: Vec<usize>,
     pages: Pages,
     blocks: Vec<OnceLock<Buffer>>,
+    /// Why it had to be given up.
+    failure: OnceLock<String>,
     copied_bytes: AtomicU64,
     taken_bytes: AtomicU64,
     stalls: AtomicU64,
@@ -69,24 +70,32 @@ struct Part {
 impl Snapshot {
     /// Begins a snapshot of regions of host memory that nobody is writing now, given in the order in which they will be
     /// written next. Copies take `budget_bytes` at most.
-    pub fn new(mut arenas: Vec<Region>, next: &[Region], budget_bytes: u64) -> Self {
+    pub fn new(arenas: Vec<Region>, next: &[Region], budget_bytes: u64) -> Self {
+        Self::with_pages_of(PAGE_BYTES, arenas, next, budget_bytes)
+    }
+
+    /// The same with pages of another size, for tests.
+    #[doc(hidden)]
+    pub fn with_pages_of(page_bytes: u64, mut arenas: Vec<Region>, next: &[Region], budget_bytes: u64) -> Self {
         arenas.retain(|region| region.bytes() > 0);
         arenas.sort_by_key(Region::addr);
         let mut first_page = 0;
         let guarded: Vec<Guarded> = arenas
             .into_iter()
             .map(|region| {
-                let guarded = Guarded { region, first_page };
-                first_page += guarded.pages();
-                guarded
+                let pages = region.bytes().div_ceil(page_bytes) as usize;
+                first_page += pages;
+                Guarded { region, first_page: first_page - pages, pages }
             })
             .collect();
-        let blocks = (budget_bytes / PAGE_BYTES).min(first_page as u64) as usize;
+        let blocks = (budget_bytes / page_bytes).min(first_page as u64) as usize;
         let mut snapshot = Self {
             guarded,
+            page_bytes,
             order: Vec::new(),
             pages: Pages::new(first_page, blocks),
             blocks: (0..blocks).map(|_| OnceLock::new()).collect(),
+            failure: OnceLock::new(),
             copied_bytes: AtomicU64::new(0),
             taken_bytes: AtomicU64::new(0),
             stalls: AtomicU64::new(0),
@@ -123,11 +132,15 @@ impl Snapshot {
         let end = (start + region.bytes()).min(guarded.region.bytes());
         let (mut at, mut parts) = (start, Vec::new());
         while at < end {
-            let page = at / PAGE_BYTES;
-            let until = ((page + 1) * PAGE_BYTES).min(end);
+            let page = at / self.page_bytes;
+            let until = ((page + 1) * self.page_bytes).min(end);
             // Inside the region, as `end` is.
             if let Ok(part) = region.slice(at - start, until - at) {
-                parts.push(Part { page: guarded.first_page + page as usize, offset: at % PAGE_BYTES, region: part });
+                parts.push(Part {
+                    page: guarded.first_page + page as usize,
+                    offset: at % self.page_bytes,
+                    region: part,
+                });
             }
             at = until;
         }
@@ -136,7 +149,7 @@ impl Snapshot {
 
     /// Says which regions will be read. All else need not be kept any longer.
     pub fn plan(&self, regions: &[Region]) {
-        let pages = self.guarded.last().map_or(0, |last| last.first_page + last.pages());
+        let pages = self.guarded.last().map_or(0, |last| last.first_page + last.pages);
         let mut bytes = vec![0; pages];
         for part in regions.iter().flat_map(|region| self.parts(region)) {
             bytes[part.page] += part.region.bytes();
@@ -156,13 +169,16 @@ impl Snapshot {
                     Source::Live => part.region.slice(done, bytes).map_err(Error::from),
                     Source::Copy(block) => match self.blocks[block].get() {
                         Some(copy) => copy.region(part.offset + done, bytes).map_err(Error::from),
-                        None => Err(given_up()),
+                        None => Err(self.given_up()),
                     },
-                    Source::Gone => return Err(given_up()),
+                    Source::Gone => return Err(self.given_up()),
                 };
                 let taken = taken.and_then(|from| copy(&from, &piece));
-                self.pages.end_read(part.page, bytes);
+                let is_whole = self.pages.end_read(part.page, bytes);
                 taken?;
+                if !is_whole {
+                    return Err(self.given_up());
+                }
                 look(&piece)?;
                 done += bytes;
             }
@@ -170,40 +186,39 @@ impl Snapshot {
         Ok(())
     }
 
-    /// Returns when a region may be written. Pages that are still needed are copied aside, or waited for.
-    pub fn protect(&self, region: &Region) -> Result<()> {
+    /// Returns when a region may be written. Pages that are still needed are copied aside, or waited for. Where a copy
+    /// fails, the snapshot is given up: a save may fail for lack of memory, a step may not.
+    pub fn protect(&self, region: &Region) {
         for part in self.parts(region) {
             let (duty, waited) = self.pages.begin_protect(part.page, true);
             if let Some(waited) = waited {
                 self.stalls.fetch_add(1, Relaxed);
                 self.stall_ns.fetch_add(waited.as_nanos() as u64, Relaxed);
             }
-            self.fulfil(part.page, duty)?;
+            self.fulfil(part.page, duty);
         }
-        Ok(())
     }
 
-    fn fulfil(&self, page: usize, duty: Duty) -> Result<()> {
-        let Duty::Copy(block) = duty else { return Ok(()) };
-        let outcome = self.copy(page, block);
-        if outcome.is_err() {
-            // Without the copy there is no snapshot any more; whoever waits for it must not wait for ever.
+    fn fulfil(&self, page: usize, duty: Duty) {
+        let Duty::Copy(block) = duty else { return };
+        if let Err(error) = self.copy(page, block) {
+            // Before anybody who waits hears of the end.
+            let _ = self.failure.set(error.to_string());
             self.pages.finish();
         }
         self.pages.end_copy(page);
-        outcome
     }
 
     fn copy(&self, page: usize, block: usize) -> Result<()> {
         let index = self.guarded.partition_point(|guarded| guarded.first_page <= page) - 1;
         let guarded = &self.guarded[index];
-        let offset = (page - guarded.first_page) as u64 * PAGE_BYTES;
-        let from = guarded.region.slice(offset, (guarded.region.bytes() - offset).min(PAGE_BYTES))?;
+        let offset = (page - guarded.first_page) as u64 * self.page_bytes;
+        let from = guarded.region.slice(offset, (guarded.region.bytes() - offset).min(self.page_bytes))?;
         let memory = match self.blocks[block].get() {
             Some(memory) => memory,
             None => {
-                let made = Buffer::pageable(PAGE_BYTES)?;
-                self.taken_bytes.fetch_add(PAGE_BYTES, Relaxed);
+                let made = Buffer::pageable(self.page_bytes)?;
+                self.taken_bytes.fetch_add(self.page_bytes, Relaxed);
                 self.blocks[block].get_or_init(|| made)
             }
         };
@@ -215,23 +230,22 @@ impl Snapshot {
 
     /// Copies pages aside for as long as there are blocks and pages to copy, at `bytes_per_s` at most. Several threads may
     /// do this at once, each with its own share: `turn` of `turns`.
-    pub fn copy_ahead(&self, turn: usize, turns: usize, bytes_per_s: Option<f64>) -> Result<()> {
+    pub fn copy_ahead(&self, turn: usize, turns: usize, bytes_per_s: Option<f64>) {
         let mut pace = Pace::new(bytes_per_s.map(|rate| rate / turns as f64));
         for &page in self.order.iter().skip(turn).step_by(turns) {
             loop {
                 let (duty, _) = self.pages.begin_protect(page, false);
                 if duty != Duty::Busy {
-                    self.fulfil(page, duty)?;
+                    self.fulfil(page, duty);
                     break;
                 }
                 // No block is free, or the saver is at it.
                 if !self.pages.wait_for_change() {
-                    return Ok(());
+                    return;
                 }
             }
-            pace.moved(PAGE_BYTES);
+            pace.moved(self.page_bytes);
         }
-        Ok(())
     }
 
     /// Ends it: nothing is kept any longer.
@@ -249,6 +263,12 @@ impl Snapshot {
         self.pages.is_safe()
     }
 
+    fn given_up(&self) -> Error {
+        let why = self.failure.get().map(|why| format!(": {why}")).unwrap_or_default();
+        let reason = format!("it was given up before all of it was written{why}");
+        Error::Checkpoint { path: "snapshot".to_owned(), reason }
+    }
+
     /// What it cost so far.
     pub fn stats(&self) -> SnapshotStats {
         SnapshotStats {
@@ -262,10 +282,6 @@ impl Snapshot {
 
 fn copy(from: &Region, to: &Region) -> Result<()> {
     file::copy(from, to).map_err(|error| super::file_error("copy", std::path::Path::new("memory"), &error))
-}
-
-fn given_up() -> Error {
-    Error::Checkpoint { path: "snapshot".to_owned(), reason: "it was given up before all of it was written".to_owned() }
 }
 
 /// Holds a stream of bytes to a rate.
@@ -283,11 +299,54 @@ impl Pace {
 
     /// Notes bytes, and sleeps if they came too soon.
     pub(super) fn moved(&mut self, bytes: u64) {
-        let Some(rate) = self.bytes_per_s else { return };
+        std::thread::sleep(self.early(bytes, self.start.elapsed()));
+    }
+
+    /// Notes bytes, and returns how much too soon they came, so long after the start.
+    fn early(&mut self, bytes: u64, elapsed: Duration) -> Duration {
+        let Some(rate) = self.bytes_per_s else { return Duration::ZERO };
         self.moved += bytes;
-        let due = Duration::from_secs_f64(self.moved as f64 / rate);
-        if let Some(early) = due.checked_sub(self.start.elapsed()) {
-            std::thread::sleep(early);
+        // A rate of next to nothing is not for ever.
+        let due = Duration::try_from_secs_f64(self.moved as f64 / rate).unwrap_or(LONGEST_PAUSE);
+        due.saturating_sub(elapsed).min(LONGEST_PAUSE)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MB: u64 = 1_000_000;
+
+    /// A stream that takes no time of its own ends when its bytes over the rate have passed, whatever its pieces.
+    #[test]
+    fn pace_is_bytes_over_time() {
+        for pieces in [vec![MB; 40], vec![40 * MB], vec![3 * MB, 7 * MB, 1, 30 * MB - 1]] {
+            let mut pace = Pace::new(Some(10e6));
+            let mut clock = Duration::ZERO;
+            for bytes in pieces {
+                clock += pace.early(bytes, clock);
+            }
+            assert!(clock.abs_diff(Duration::from_secs(4)) < Duration::from_micros(1), "{clock:?}");
         }
+    }
+
+    /// A disk slower than the rate is not slowed down; after a pause of its own the stream may catch up, and no more.
+    #[test]
+    fn pace_waits_only_for_who_is_early() {
+        let mut pace = Pace::new(Some(10e6));
+        assert_eq!(pace.early(MB, Duration::from_secs(2)), Duration::ZERO);
+        assert_eq!(pace.early(18 * MB, Duration::from_secs(2)), Duration::ZERO);
+        let early = pace.early(11 * MB, Duration::from_secs(2));
+        assert!(early.abs_diff(Duration::from_secs(1)) < Duration::from_micros(1), "{early:?}");
+        assert_eq!(Pace::new(None).early(u64::MAX, Duration::ZERO), Duration::ZERO);
+    }
+
+    #[test]
+    fn pace_of_next_to_nothing_does_not_overflow() {
+        for rate in [f64::MIN_POSITIVE, 1e-12, 1e-3] {
+            assert_eq!(Pace::new(Some(rate)).early(u64::MAX, Duration::ZERO), LONGEST_PAUSE);
+        }
+        assert_eq!(Pace::new(Some(f64::INFINITY)).early(u64::MAX, Duration::ZERO), Duration::ZERO);
     }
 }

@@ -117,6 +117,8 @@ pub fn write_files(
     let on_host: Vec<Region> =
         entries.iter().filter_map(|entry| entry.data.clone()).filter(|region| region.place().is_host()).collect();
     options.snapshots.iter().for_each(|snapshot| snapshot.plan(&on_host));
+    // Of the rate, each thread that has a file gets its share.
+    let share = options.bytes_per_s.map(|rate| rate / plans.len().min(options.threads).max(1) as f64);
     let next = AtomicUsize::new(0);
     let (done, failed) = (Mutex::new(Vec::new()), Mutex::new(None));
     let work = || -> Result<()> {
@@ -128,7 +130,7 @@ pub fn write_files(
             if failed.lock().unwrap_or_else(PoisonError::into_inner).is_some() {
                 return Ok(());
             }
-            let record = write_file(plan, entries, options, ready.as_ref(), &mut memory, written)?;
+            let record = write_file(plan, entries, options, share, ready.as_ref(), &mut memory, written)?;
             let file = WrittenFile { record, entries: plan.entries.clone() };
             done.lock().unwrap_or_else(PoisonError::into_inner).push(file);
         }
@@ -252,6 +254,7 @@ fn write_file(
     plan: &Plan,
     entries: &[Entry],
     options: &WriteOptions,
+    bytes_per_s: Option<f64>,
     ready: Option<&Event>,
     Memory { staging, buffer }: &mut Memory,
     written: &AtomicU64,
@@ -261,7 +264,7 @@ fn write_file(
     let out = OpenOptions::new().write(true).create_new(true).open(path).map_err(fail)?;
     let mut blocks = Vec::with_capacity(plan.bytes.div_ceil(options.block_bytes) as usize);
     let mut places = plan.entries.iter().filter(|(_, begin, end)| begin < end).peekable();
-    let mut pace = Pace::new(options.bytes_per_s.map(|rate| rate / options.threads.max(1) as f64));
+    let mut pace = Pace::new(bytes_per_s);
     let mut start = 0;
     while start < plan.bytes {
         let end = (start + options.block_bytes).min(plan.bytes);

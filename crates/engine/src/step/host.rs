@@ -403,7 +403,7 @@ impl<'a> Step<'a> {
             if let Some(pipeline) = self.pipeline {
                 regions.iter().try_for_each(|region| pipeline.settle(region))?;
             }
-            part.state.protect(&regions)?;
+            part.state.protect(&regions);
             self.stats.chunks += 1;
             self.stats.state_bytes += payload_bytes(part.state.plan(), chunk, part.tensors);
         }

@@ -142,7 +142,7 @@ impl StreamedAdamW {
             let step = AdamW { segments: &segments, scalars: inputs.scalars, grad_scale, skip };
             Ok(device.launch(compute, &Kernel::AdamW(step))?)
         })?;
-        self.state.protect(&store.host)?;
+        self.state.protect(&store.host);
         let slot = self.pipeline.store(slot, &store.slot, &store.host, index, payload_bytes)?;
         self.pipeline.release(slot);
         Ok(())

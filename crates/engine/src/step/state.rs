@@ -1,6 +1,6 @@
 //! Optimizer state in one pinned slab: an arena for each kind of each bucket, and a step counter for each tensor.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use forebay_device::{Region, SharedDevice, Slab};
 
@@ -18,8 +18,9 @@ pub struct HostState {
     device: SharedDevice,
     plan: Arc<StepPlan>,
     slab: Lease<Slab>,
-    /// A save under way that still needs the state as it was; shared by all clones.
-    snapshot: Arc<Mutex<Option<Arc<Snapshot>>>>,
+    /// A save under way that still needs the state as it was; shared by all clones. The save owns it, and its memory goes
+    /// when the save does.
+    snapshot: Arc<Mutex<Weak<Snapshot>>>,
 }
 
 impl HostState {
@@ -39,7 +40,7 @@ impl HostState {
             }
         }
         let slab = pool.slab("optimizer state", &Self::part_bytes(&plan))?;
-        Ok(Self { device: pool.device().clone(), plan, slab, snapshot: Arc::default() })
+        Ok(Self { device: pool.device().clone(), plan, slab, snapshot: Arc::new(Mutex::new(Weak::new())) })
     }
 
     /// The plan that says what lies where.
@@ -65,25 +66,20 @@ impl HostState {
 
     /// Keeps a snapshot in mind: from now on chunks are protected before they change.
     pub fn keep(&self, snapshot: &Arc<Snapshot>) {
-        *self.snapshot.lock().unwrap_or_else(PoisonError::into_inner) = Some(snapshot.clone());
+        *self.snapshot.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(snapshot);
     }
 
     /// Returns when regions of this state may be written, as far as a save under way is concerned.
-    pub(crate) fn protect(&self, regions: &[Region]) -> Result<()> {
-        let snapshot = {
-            let mut kept = self.snapshot.lock().unwrap_or_else(PoisonError::into_inner);
-            if kept.as_ref().is_some_and(|snapshot| snapshot.is_over()) {
-                *kept = None;
-            }
-            kept.clone()
-        };
-        let Some(snapshot) = snapshot else { return Ok(()) };
-        regions.iter().try_for_each(|region| snapshot.protect(region))
+    pub(crate) fn protect(&self, regions: &[Region]) {
+        let snapshot = self.snapshot.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
+        let Some(snapshot) = snapshot else { return };
+        regions.iter().for_each(|region| snapshot.protect(region));
     }
 
     /// The same for all of it, before the host writes into it.
     pub fn protect_all(&self) -> Result<()> {
-        self.protect(&self.extent()?.0)
+        self.protect(&self.extent()?.0);
+        Ok(())
     }
 
     /// One tensor's state of one kind: contiguous, in the tensor's own order. `None` where that kind is not kept.

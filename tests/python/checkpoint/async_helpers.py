@@ -1,0 +1,168 @@
+"""What the tests of asynchronous saves share: runs of several pages of state, and a writer that waits for a word."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from adamw_helpers import bits, random
+
+import forebay
+from forebay import _core, checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+PAGE = 4 << 20
+SIZES = ((900, 1300), (700, 31), (3,), ())
+"""More than a page in the largest, so that every kind of state has several."""
+
+WRITE = _core.write_checkpoint
+
+Optimizers = list[torch.optim.Optimizer]
+
+
+def model_of(sizes: Iterable[tuple[int, ...]] = SIZES, dtype: torch.dtype = torch.float32) -> torch.nn.ParameterList:
+    """Return a model of nothing but parameters."""
+    return torch.nn.ParameterList([random(size, 100 + i).to(dtype) for i, size in enumerate(sizes)])
+
+
+def two(parameters: Iterable[torch.nn.Parameter]) -> Optimizers:
+    first, *rest = parameters
+    return [forebay.AdamW([first], lr=1e-2), forebay.AdamW(rest, lr=3e-2, amsgrad=True)]
+
+
+RUNS: dict[str, tuple[torch.dtype, Callable[[Any], Optimizers]]] = {
+    "f32": (torch.float32, lambda p: [forebay.AdamW(p, lr=1e-2)]),
+    "masters": (torch.bfloat16, lambda p: [forebay.AdamW(p, lr=1e-2)]),
+    "amsgrad": (torch.float32, lambda p: [forebay.AdamW(p, lr=1e-2, amsgrad=True)]),
+    "resident": (torch.float32, lambda p: [forebay.AdamW(p, lr=1e-2, placement="resident")]),
+    "two": (torch.float32, two),
+    "torch": (torch.float32, lambda p: [torch.optim.AdamW(p, lr=1e-2)]),
+}
+"""Types of the parameters, and their optimizers."""
+
+
+def build(kind: str = "f32", sizes: Iterable[tuple[int, ...]] = SIZES) -> tuple[torch.nn.ParameterList, Optimizers]:
+    """Return a model and its optimizers, the same ones every time."""
+    dtype, make = RUNS[kind]
+    model = model_of(sizes, dtype)
+    return model, make(model.parameters())
+
+
+def train(model: torch.nn.Module, optimizers: Optimizers, *steps: int) -> None:
+    """Take steps with gradients of their own."""
+    for step in steps:
+        for i, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.full_like(parameter, ((step * 7 + i) % 5 - 2) / 8)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def values(model: torch.nn.Module, optimizers: Optimizers) -> dict[str, torch.Tensor]:
+    """Return copies of weights and state, by name."""
+    found = {name: value.detach().clone() for name, value in model.named_parameters()}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            found |= {f"{names[parameter]}.{kind}": value.detach().clone() for kind, value in state.items()}
+    return found
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    """Assert that names and bits are the same."""
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert torch.equal(bits(value), bits(right[name])), name
+
+
+def assert_holds(path: Path, kind: str, expected: dict[str, torch.Tensor], extra: Any = None) -> None:
+    """Assert that the last checkpoint of a path has these values, in a run that has never seen them."""
+    model, optimizers = build(kind)
+    train(model, optimizers, 50)
+    assert checkpoint.load(path, model, optimizers) == extra
+    assert_same(values(model, optimizers), expected)
+
+
+class Gate:
+    """Holds the writer before the first byte, or from the n-th call on, until it is opened."""
+
+    def __init__(self, calls: int = 0) -> None:
+        self.calls = calls
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+        self.manners: list[dict[str, Any]] = []
+
+    def write(self, *arguments: Any) -> Any:
+        """Take the place of the engine's function."""
+        self.manners.append(arguments[-1])
+        if len(self.manners) > self.calls:
+            self.reached.set()
+            assert self.opened.wait(50)
+        return WRITE(*arguments)
+
+    def open(self, after_s: float = 0.0) -> None:
+        """Let it go, now or in a while."""
+        if after_s:
+            threading.Timer(after_s, self.opened.set).start()
+        else:
+            self.opened.set()
+
+
+@contextlib.contextmanager
+def held(calls: int = 0) -> Iterator[Gate]:
+    """Hold all saves of a block; they are let go at its end at the latest."""
+    gate = Gate(calls)
+    with mock.patch.object(_core, "write_checkpoint", gate.write):
+        try:
+            yield gate
+        finally:
+            gate.open()
+            end_of_saves()
+
+
+def end_of_saves() -> None:
+    """Wait for a save that a test left under way, whatever came of it."""
+    for handle in list(checkpoint._earlier):
+        handle._done.wait(50)
+    checkpoint._earlier.clear()
+
+
+def threads_of_saves() -> list[str]:
+    """Return the names of this process's threads that belong to saves."""
+    gc.collect()
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return [name for name in names if name.startswith(("forebay-save", "forebay-snapsho", "forebay-checkpo"))] + [
+        thread.name for thread in threading.enumerate() if thread.name == "forebay-save"
+    ]
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    """Whether something comes true; what never does takes ten seconds."""
+    for _ in range(1000):
+        if holds():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def python(code: str, *arguments: object, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh interpreter with these helpers at hand. Memory that is freed goes back to the system."""
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent / "optim")])
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
