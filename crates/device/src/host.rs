@@ -186,6 +186,10 @@ impl HostWork {
 impl Drop for HostWork {
     fn drop(&mut self) {
         let _ = self.job.wait();
+        // A thread that has just ended its share lets go of the job in a moment, and with it of the memory.
+        while Arc::strong_count(&self.job) > 1 {
+            std::thread::yield_now();
+        }
     }
 }
 
