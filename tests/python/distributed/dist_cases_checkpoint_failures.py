@@ -186,7 +186,11 @@ def damaged(source: Path, name: str, file: int, tensor: str) -> Path:
 
 @case(2)
 def a_flipped_bit_is_found_and_no_rank_goes_on() -> None:
-    good = place("bf16", "ours", 2)
+    # Without anything extra: that is read first, and a bit flipped beside it is found before anything was changed.
+    good = shared_folder() / "nothing extra"
+    net, optimizer = build("bf16")
+    train(net, optimizer, *range(SAVED))
+    forebay.checkpoint.save(good, net, optimizer)
     tensor = "optimizer.state.inner.weight.exp_avg"
     # In what either rank has saved; and where one rank alone is given bad bytes by its disk.
     for file, reads_it in ((0, (0, 1)), (1, (0, 1)), (0, (0,)), (1, (1,))):
