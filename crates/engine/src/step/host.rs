@@ -14,8 +14,7 @@
 //! - the caller's stream waits for the last way up, so what it does after the step sees the new weights.
 //!
 //! A slot takes as many chunks in a row as its bytes hold: gradient and weight are fewer bytes than the state that a chunk
-//! is measured by, and the copy engine alternates between streams copy by copy, so that many small copies would come off
-//! badly beside the large ones of a streamed half.
+//! is measured by, and few large copies keep a wire busier than many small ones.
 //!
 //! Parameters that lie on the host are updated in place and touch neither slots nor streams.
 //!
