@@ -9,6 +9,7 @@ import torch
 from adamw_helpers import TINY, assert_same, bits, clone, give_gradients, make, random, run, same_bits, snapshot, train
 
 import forebay
+from forebay import _torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -427,3 +428,23 @@ def test_a_gradient_that_torch_negates_lazily_keeps_its_sign(
         optimizer.step()
         ends.append(parameter.detach().clone())
     assert torch.equal(*ends)
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="torch has no table of C functions")
+def test_the_table_of_c_functions_and_python_see_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [
+        torch.randn(4, 5),
+        torch.randn(6, 3).t(),
+        torch.randn(7).bfloat16()[2:],
+        torch.randn(5).half(),
+        torch.tensor(2.0),
+        torch.zeros(0, 3),
+        torch.nn.Parameter(torch.randn(1, 8, 1)),
+    ]
+    table = [_torch.look([tensor]) for tensor in tensors]
+    monkeypatch.setattr(_torch, "_TABLE", None)
+    for one, tensor in zip(table, tensors, strict=True):
+        other = _torch.look([tensor])
+        assert one._replace(dtypes=list(one.dtypes)) == other._replace(dtypes=list(other.dtypes))
+    with pytest.raises(KeyError):
+        _torch.look([torch.zeros(3, dtype=torch.int32)])
