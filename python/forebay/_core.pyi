@@ -6,7 +6,7 @@ from _typeshed import Incomplete, SupportsGetItem, SupportsLenAndGetItem
 from os import PathLike
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["CHECKPOINT_BLOCK_BYTES", "Activations", "Checkpoint", "Engine", "HostCopies", "HostView", "Moved", "Saving", "Slabs", "Snapshot", "_errors_for_test", "_gil_is_released_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "check_host", "host_memory", "look", "probe", "version", "write_checkpoint"]
+__all__ = ["CHECKPOINT_BLOCK_BYTES", "Activations", "Checkpoint", "Engine", "HostCopies", "HostView", "Moved", "Saving", "Slabs", "Snapshot", "_errors_for_test", "_gil_is_released_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "check_host", "host_memory", "look", "probe", "release_copies", "version", "write_checkpoint"]
 
 CHECKPOINT_BLOCK_BYTES: Final[int]
 """
@@ -405,6 +405,11 @@ def look(tensors: Any, table: Any) -> tuple[list[int], bytes, list[int], list[in
 def probe(device: str | None = None) -> str:
     """
     Measure a device, by default the first GPU; JSON text.
+    """
+
+def release_copies() -> int:
+    """
+    Give back the memory that is kept for the copies of the next snapshot; returns how many bytes that were.
     """
 
 def version() -> str:

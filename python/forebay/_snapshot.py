@@ -133,6 +133,12 @@ def _wait_for_live(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         event.wait()
 
 
+def release_copies() -> None:
+    """Give back what is kept for the copies of the next snapshot."""
+    _copies.clear()
+    _core.release_copies()
+
+
 def wait_for_live() -> None:
     """Return when no save under way reads a model's own memory any more: before that memory goes elsewhere."""
     for snapshot in list(_under_way):

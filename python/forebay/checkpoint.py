@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from forebay import _core
-from forebay._snapshot import Handle, Snapshot
+from forebay._snapshot import Handle, Snapshot, release_copies
 from forebay._storage import Reader, StrPath, Writer
 from forebay._torch import describe_like, is_dtensor, local
 from forebay._values import Encoded
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlan
     from torch.distributed.checkpoint.storage import WriteResult
 
-__all__ = ["Handle", "Reader", "Writer", "async_save", "load", "save"]
+__all__ = ["Handle", "Reader", "Writer", "async_save", "load", "release", "save"]
 
 
 def save(
@@ -152,7 +152,8 @@ def async_save(
     path, model, optimizer, extra, keep_last
         As in ``save``.
     snapshot_budget_bytes
-        The most host memory that copies may take; by default as much as they need, of what is available.
+        The most host memory that copies may take; by default as much as they need, of what is available. It is kept
+        for the next save; ``release`` gives it back.
     write_gbps
         Write no faster than this on each rank; by default as fast as the disk takes it.
     when_busy
@@ -317,6 +318,13 @@ def load(
         if isinstance(one, AdamW) and any(name.endswith(".master_param") for name in missing):
             one.refresh_master_weights()
     return extra
+
+
+def release() -> None:
+    """Give back the host memory that ``async_save`` keeps for the copies of the next save, after one under way."""
+    for handle in list(_earlier):
+        handle._done.wait()
+    release_copies()
 
 
 def _optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:

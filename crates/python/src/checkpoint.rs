@@ -158,6 +158,12 @@ impl Drop for Snapshot {
     }
 }
 
+/// Give back the memory that is kept for the copies of the next snapshot; returns how many bytes that were.
+#[pyfunction]
+pub(crate) fn release_copies(py: Python<'_>) -> PyResult<u64> {
+    guard::run(py, || Ok(checkpoint::release_spare()))
+}
+
 /// Copies of device memory in one pinned slab that is used again.
 #[pyclass(frozen)]
 pub(crate) struct HostCopies {

@@ -28,7 +28,7 @@ mod _core {
     #[pymodule_export]
     use crate::activations::Activations;
     #[pymodule_export]
-    use crate::checkpoint::{Checkpoint, HostCopies, Moved, Saving, Snapshot, write_checkpoint};
+    use crate::checkpoint::{Checkpoint, HostCopies, Moved, Saving, Snapshot, release_copies, write_checkpoint};
     #[pymodule_export]
     use crate::host::{bench_placements, check_host};
     #[pymodule_export]

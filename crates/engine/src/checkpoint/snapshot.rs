@@ -4,8 +4,8 @@
 //! calls [`Snapshot::protect`] before it lets anything write, and [`Snapshot::copy_ahead`] copies in the time between two
 //! steps, in the order in which the next step will come, so that it need not.
 
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::{Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use forebay_device::{Buffer, Region, file};
@@ -19,6 +19,30 @@ pub const PAGE_BYTES: u64 = 4 << 20;
 
 /// The most that a stream pauses after one piece.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+
+/// Blocks of earlier snapshots with the process that made them, kept for the next one: fresh memory may be slow to come
+/// by, above all on a virtual machine, and then a step would wait for it. Never more than the last snapshot was allowed.
+static SPARE: Mutex<Vec<(u32, Buffer)>> = Mutex::new(Vec::new());
+
+fn spare() -> std::sync::MutexGuard<'static, Vec<(u32, Buffer)>> {
+    SPARE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Gives back the memory that is kept for the next snapshot's copies; returns how many bytes that were.
+pub fn release_spare() -> u64 {
+    let blocks = std::mem::take(&mut *spare());
+    blocks.iter().map(|(_, block)| block.bytes()).sum()
+}
+
+/// A block for a page: one that is kept, or a new one. In a forked child the parent's are not there.
+fn take_block(bytes: u64) -> Result<Buffer> {
+    let kept = {
+        let mut spare = spare();
+        let fits = |(process, block): &(u32, Buffer)| *process == std::process::id() && block.bytes() == bytes;
+        spare.iter().rposition(fits).map(|index| spare.swap_remove(index).1)
+    };
+    kept.map_or_else(|| Ok(Buffer::pageable(bytes)?), Ok)
+}
 
 /// What a snapshot cost so far.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
@@ -59,6 +83,14 @@ pub struct Snapshot {
     stall_ns: AtomicU64,
 }
 
+impl Drop for Snapshot {
+    fn drop(&mut self) {
+        let process = std::process::id();
+        let blocks = self.blocks.iter_mut().filter_map(OnceLock::take);
+        spare().extend(blocks.map(|block| (process, block)));
+    }
+}
+
 /// A part of a region that lies in one page.
 struct Part {
     page: usize,
@@ -89,6 +121,7 @@ impl Snapshot {
             })
             .collect();
         let blocks = (budget_bytes / page_bytes).min(first_page as u64) as usize;
+        spare().truncate(blocks);
         let mut snapshot = Self {
             guarded,
             page_bytes,
@@ -217,7 +250,7 @@ impl Snapshot {
         let memory = match self.blocks[block].get() {
             Some(memory) => memory,
             None => {
-                let made = Buffer::pageable(self.page_bytes)?;
+                let made = take_block(self.page_bytes)?;
                 self.taken_bytes.fetch_add(self.page_bytes, Relaxed);
                 self.blocks[block].get_or_init(|| made)
             }
