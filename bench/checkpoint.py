@@ -14,7 +14,6 @@ import os
 import platform
 import shutil
 import statistics
-import subprocess
 import tempfile
 import time
 import warnings
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from step import commit_of
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 import forebay
@@ -300,8 +300,7 @@ def write(result: dict[str, Any], path: Path | None) -> None:
             "torch": torch.__version__,
             "forebay": forebay.__version__,
         }
-        command = ["git", "rev-parse", "--short=12", "HEAD"]
-        result["commit"] = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
+        result["commit"] = commit_of(None)
         path.write_text(json.dumps(result, indent=1) + "\n")
         print(f"wrote {path}")
 

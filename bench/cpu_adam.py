@@ -315,11 +315,7 @@ def main() -> int:
     """Run, print, write; 1 if the placements disagree."""
     options = parse()
     found = run(options)
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
-    print_report(found)
-    if options.json is not None:
-        print(f"wrote {options.json}")
+    report.conclude(found, options.json, print_report)
     return int(found.get("simulated", {}).get("differing", 0) != 0)
 
 

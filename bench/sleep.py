@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 import sleep_rows
-from step import Progress, commit_of, job, number, table, why_not
+from step import Progress, commit_of, conclude, job, number, table, why_not
 
 GB = 10**9
 
@@ -155,11 +154,7 @@ def main() -> int:
     """Run, print, write; 1 if a row failed or changed a bit."""
     options = parse()
     found = run(options)
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
-    print_report(found)
-    if options.json is not None:
-        print(f"wrote {options.json}")
+    conclude(found, options.json, print_report)
     return int(any("error" in row or row.get("differing") for row in found["rows"]))
 
 

@@ -18,11 +18,14 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # A neighbour, not a package: Python finds it in this file's folder.
 import rows
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 FOLDER = Path(__file__).resolve().parent
 GIB, MIB = 1 << 30, 1 << 20
@@ -306,15 +309,20 @@ def print_report(found: dict[str, Any]) -> None:
         print(f"not run: {peer['label']}: {peer['reason']}")
 
 
+def conclude(found: dict[str, Any], path: Path | None, show: Callable[[dict[str, Any]], None]) -> None:
+    """Write what was found, if that was asked for, and show it. Written first: showing it may fail."""
+    if path is not None:
+        path.write_text(json.dumps(found, indent=1) + "\n")
+    show(found)
+    if path is not None:
+        print(f"wrote {path}")
+
+
 def main() -> int:
     """Run, print, write; 1 if a row failed or equality that must hold does not."""
     options = parse()
     found = run(options)
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
-    print_report(found)
-    if options.json is not None:
-        print(f"wrote {options.json}")
+    conclude(found, options.json, print_report)
     parts = [*found["rows"], found["pin_one_by_one"], found["exactness"], *found["wire"]["measured"]]
     return int(any("error" in part for part in parts) or not found["exactness"].get("exact", False))
 

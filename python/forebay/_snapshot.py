@@ -101,10 +101,10 @@ class Snapshot:
             if inner.device.type == "cuda" and inner.is_contiguous() and inner.device == gpu:
                 on_gpu.append(tensor)
             else:
-                replaced[id(tensor)] = _like(tensor, inner.to("cpu", copy=True))
+                replaced[id(tensor)] = state_like(tensor, inner.to("cpu", copy=True))
         if on_gpu:
             for tensor, data in zip(on_gpu, _to_host([local(tensor) for tensor in on_gpu]), strict=True):
-                replaced[id(tensor)] = _like(tensor, data)
+                replaced[id(tensor)] = state_like(tensor, data)
         return replaced
 
     def copy_ahead(self, threads: int, bytes_per_s: float | None) -> None:
@@ -190,10 +190,6 @@ def _rebuilt(value: Any, replaced: dict[int, torch.Tensor]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_rebuilt(item, replaced) for item in value)
     return copy.deepcopy(value)
-
-
-def _like(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    return state_like(tensor, data)
 
 
 def _to_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -11,12 +11,12 @@ import os
 import random
 import select
 import signal
-import struct
 import sys
 import time
 from pathlib import Path
 
 import torch
+from ckpt_killed import read, tell
 
 import forebay
 from forebay import checkpoint
@@ -24,10 +24,6 @@ from forebay import checkpoint
 LOADED, BEGUN, SAVED = 1, 2, 3
 SIZES = ((700, 1000), (3,), (300, 70), ())
 """One page of state and a bit, of each kind."""
-
-
-def tell(pipe: int, what: int, number: int) -> None:
-    os.write(pipe, struct.pack("<qq", what, number))
 
 
 def check(model: torch.nn.Module, optimizer: forebay.AdamW, number: int) -> None:
@@ -83,18 +79,6 @@ def warm_up(path: Path) -> None:
     checkpoint.async_save(path, model, optimizer, extra={}).result()
     checkpoint._earlier.clear()
     checkpoint.load(path, model, optimizer)
-
-
-def read(pipe: int) -> tuple[int, int] | None:
-    """Return the next word of a child; None when it has ended."""
-    record = b""
-    while len(record) < 16:
-        part = os.read(pipe, 16 - len(record))
-        if not part:
-            return None
-        record += part
-    what, number = struct.unpack("<qq", record)
-    return what, number
 
 
 def main(path: Path, kills: int, seed: int) -> None:

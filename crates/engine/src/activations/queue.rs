@@ -188,15 +188,18 @@ mod loom_tests {
         }
     }
 
+    /// A queue, what was submitted, and the thread that works it off.
+    fn started() -> (Arc<Queue<usize>>, Arc<AtomicUsize>, thread::JoinHandle<()>) {
+        let (queue, submitted) = (Arc::new(Queue::new()), Arc::new(AtomicUsize::new(0)));
+        let (its_queue, its_count) = (queue.clone(), submitted.clone());
+        (queue, submitted, thread::spawn(move || work(&its_queue, &its_count)))
+    }
+
     /// Who waits for a job finds all of it submitted, whenever the thread gets to it.
     #[test]
     fn loom_a_job_waited_for_was_submitted() {
         loom::model(|| {
-            let (queue, submitted) = (Arc::new(Queue::new()), Arc::new(AtomicUsize::new(0)));
-            let thread = {
-                let (queue, submitted) = (queue.clone(), submitted.clone());
-                thread::spawn(move || work(&queue, &submitted))
-            };
+            let (queue, submitted, thread) = started();
             let ticket = queue.push(2, false);
             queue.wait(ticket).unwrap();
             assert_eq!(submitted.load(SeqCst), 2);
@@ -209,11 +212,7 @@ mod loom_tests {
     #[test]
     fn loom_a_cancelled_job_is_over() {
         loom::model(|| {
-            let (queue, submitted) = (Arc::new(Queue::new()), Arc::new(AtomicUsize::new(0)));
-            let thread = {
-                let (queue, submitted) = (queue.clone(), submitted.clone());
-                thread::spawn(move || work(&queue, &submitted))
-            };
+            let (queue, submitted, thread) = started();
             let ticket = queue.push(2, false);
             let outcome = queue.cancel(ticket);
             let seen = submitted.load(SeqCst);

@@ -17,6 +17,15 @@ pub(super) fn volume(shape: &[u64]) -> Option<u64> {
     if shape.contains(&0) { Some(0) } else { shape.iter().try_fold(1u64, |product, &side| product.checked_mul(side)) }
 }
 
+/// The strides of a contiguous tensor of a shape, in elements.
+pub(super) fn row_major(shape: &[u64]) -> Vec<u64> {
+    let mut strides = vec![1; shape.len()];
+    for i in (1..shape.len()).rev() {
+        strides[i - 1] = strides[i] * shape[i].max(1);
+    }
+    strides
+}
+
 impl Extent {
     /// All of a tensor.
     pub fn whole(shape: &[u64]) -> Self {
@@ -86,10 +95,7 @@ pub struct Run {
 /// `offsets` is where the box starts in the chunk and `lengths` how long it is; the target's first element is the box's.
 pub fn runs(chunk_shape: &[u64], offsets: &[u64], lengths: &[u64], strides: &[u64]) -> impl Iterator<Item = Run> {
     let dims = chunk_shape.len();
-    let mut chunk_strides = vec![1u64; dims];
-    for i in (1..dims).rev() {
-        chunk_strides[i - 1] = chunk_strides[i] * chunk_shape[i].max(1);
-    }
+    let chunk_strides = row_major(chunk_shape);
     // Trailing dimensions that are contiguous on both sides are one run; a dimension of one element never matters.
     let (mut inner, mut elements) = (dims, 1u64);
     while inner > 0 {

@@ -9,10 +9,10 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use serde_json::{Map, Value, json};
 
-use super::boxes::{Extent, runs};
+use super::boxes::{Extent, row_major, runs};
 use super::folder::{Saving, sync_folder};
 use super::manifest::{Chunk, FileRecord, Manifest, Tensor};
-use super::{BLOCK_BYTES, Checkpoint, element_bytes, file_error, refuse, verify};
+use super::{BLOCK_BYTES, Checkpoint, element_bytes, encode_header, file_error, refuse, verify};
 use crate::error::Result;
 
 /// Where a plain file keeps what is no tensor: safetensors allows texts only.
@@ -41,17 +41,15 @@ pub fn to_safetensors(checkpoint: &Checkpoint, target: &Path, moved: &AtomicU64)
         starts.push(at);
         at += tensor.bytes();
     }
-    let mut head = Value::Object(header).to_string().into_bytes();
-    head.resize((8 + head.len()).next_multiple_of(64) - 8, b' ');
-    let data = 8 + head.len() as u64;
+    let head = encode_header(header, 64);
+    let data = head.len() as u64;
 
     // Complete or not there: written under another name first.
     let partial = target.with_extension("partial");
     let fail = |error: std::io::Error| file_error("write", &partial, &error);
     let out = File::create(&partial).map_err(fail)?;
     let outcome = (|| {
-        out.write_all_at(&(head.len() as u64).to_le_bytes(), 0).map_err(fail)?;
-        out.write_all_at(&head, 8).map_err(fail)?;
+        out.write_all_at(&head, 0).map_err(fail)?;
         out.set_len(data + at).map_err(fail)?;
         let mut buffer = vec![0; BLOCK_BYTES as usize];
         for ((_, tensor), start) in order.iter().zip(starts) {
@@ -76,10 +74,7 @@ fn copy_tensor(
     moved: &AtomicU64,
 ) -> Result<()> {
     let width = element_bytes(&tensor.dtype).unwrap_or(1);
-    let mut strides = vec![1u64; tensor.shape.len()];
-    for i in (1..tensor.shape.len()).rev() {
-        strides[i - 1] = strides[i] * tensor.shape[i].max(1);
-    }
+    let strides = row_major(&tensor.shape);
     for chunk in &tensor.chunks {
         let Extent { offsets, shape } = &chunk.extent;
         let base: u64 = offsets.iter().zip(&strides).map(|(offset, stride)| offset * stride).sum();

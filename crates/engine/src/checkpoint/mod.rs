@@ -45,6 +45,8 @@ pub use write::{Entry, WriteOptions, WrittenFile, write_files};
 use std::io;
 use std::path::Path;
 
+use serde_json::{Map, Value};
+
 use crate::error::Error;
 
 /// The manifest's name.
@@ -62,6 +64,13 @@ fn file_error(action: &'static str, path: &Path, error: &io::Error) -> Error {
 
 fn refuse<T>(path: &Path, reason: impl Into<String>) -> crate::error::Result<T> {
     Err(Error::Checkpoint { path: path.display().to_string(), reason: reason.into() })
+}
+
+/// A safetensors file up to its data: the header's length and the header, padded so that the data begins aligned.
+fn encode_header(header: Map<String, Value>, align: usize) -> Vec<u8> {
+    let mut text = Value::Object(header).to_string().into_bytes();
+    text.resize((8 + text.len()).next_multiple_of(align) - 8, b' ');
+    [&(text.len() as u64).to_le_bytes()[..], &text].concat()
 }
 
 /// Bytes of one element of a safetensors type.

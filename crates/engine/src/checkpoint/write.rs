@@ -12,12 +12,12 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use forebay_device::{Buffer, Event, Region, SharedDevice, SlabLayout, Stream, file};
-use serde_json::{Map, Value, json};
+use serde_json::{Map, json};
 
 use super::folder::sync_folder;
 use super::manifest::FileRecord;
 use super::snapshot::{Pace, Snapshot};
-use super::{BLOCK_BYTES, CACHED_BYTES, file_error, refuse};
+use super::{BLOCK_BYTES, CACHED_BYTES, encode_header, file_error, refuse};
 use crate::error::Result;
 
 /// By default a file is worth a thread from this size on.
@@ -206,11 +206,8 @@ fn plan_file(path: PathBuf, name: String, inside: &[usize], entries: &[Entry]) -
         places.push((i, at, at + bytes));
         at += bytes;
     }
-    let mut text = Value::Object(header).to_string().into_bytes();
-    let padded = (8 + text.len()).next_multiple_of(DATA_ALIGN) - 8;
-    text.resize(padded, b' ');
-    let start = 8 + padded as u64;
-    let header = [&(padded as u64).to_le_bytes()[..], &text].concat();
+    let header = encode_header(header, DATA_ALIGN);
+    let start = header.len() as u64;
     let entries = places.into_iter().map(|(i, begin, end)| (i, start + begin, start + end)).collect();
     Ok(Plan { path, name, header, entries, bytes: start + at })
 }
