@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from forebay._torch import DTYPES, Looked, addresses, check_overlap, dense_strides, in_order, local, locals_of, look
+from forebay._torch import check_overlap, dense_strides, in_order, local, locals_of, look, look_with_gradients
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from forebay._core import Looked
+
+    Tensors = tuple[Looked, Looked, list[int]]
 
 
 class Store:
@@ -24,24 +26,12 @@ class Store:
 
     def __init__(self, parameters: list[torch.Tensor]) -> None:
         self.parameters = parameters
-        self.dtypes = [DTYPES[local(parameter).dtype] for parameter in parameters]
         # What the engine relies on from here on: a parameter that moves or changes its shape is refused.
         self.devices = [local(parameter).get_device() for parameter in parameters]
         self.shapes = [local(parameter).shape for parameter in parameters]
         # The order of the state's memory, into which parameters and gradients are brought where theirs is another.
         self.strides = [dense_strides(local(parameter)) for parameter in parameters]
         self.contiguous = all(local(parameter).is_contiguous() for parameter in parameters)
-
-    def lists(self) -> dict[str, list[int]]:
-        """Return the numbers of a step in which no parameter has a gradient."""
-        none = [0] * len(self.parameters)
-        return {
-            "param": [1] * len(self.parameters),
-            "param_dtype": list(self.dtypes),
-            "grad": none,
-            "grad_dtype": list(none),
-            "group": list(none),
-        }
 
 
 def _same(known: list[torch.Tensor], now: list[torch.Tensor]) -> bool:
@@ -52,10 +42,8 @@ def _same(known: list[torch.Tensor], now: list[torch.Tensor]) -> bool:
 class Properties:
     """What parameters at given addresses are."""
 
-    param: list[int]
-    devices: list[int]
+    looked: Looked
     shapes: list[torch.Size]
-    elements: list[int]
     # The store that they were found to fit.
     fits: Store | None = None
 
@@ -100,9 +88,25 @@ class Found:
     """The parameters of one step that have a gradient, and the memory that the kernels work on."""
 
     def __init__(self, flat: Flat) -> None:
-        gradients = [parameter.grad for parameter in flat.parameters]
         self.flat = flat
         self.parameters, self.groups, self.positions = flat.parameters, flat.groups, flat.positions
+        self.whole = True
+        self.gradients: list[torch.Tensor] = []
+        self.looked: tuple[Looked, Looked] | None = None
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.properties: Properties | None = None
+        self.contiguous = False
+        at_once = look_with_gradients(flat.parameters)
+        if at_once is not None:
+            self.gradients, *looked = at_once
+            self.looked = (looked[0], looked[1])
+            self.inner, self.inner_gradients = self.parameters, self.gradients
+        else:
+            self._select()
+
+    def _select(self) -> None:
+        flat = self.flat
+        gradients = [parameter.grad for parameter in flat.parameters]
         self.whole = not any(map(operator.is_, gradients, repeat(None)))
         if not self.whole:
             kept = [i for i, gradient in enumerate(gradients) if gradient is not None]
@@ -111,13 +115,6 @@ class Found:
         self.gradients = [gradient for gradient in gradients if gradient is not None]
         self.inner = locals_of(self.parameters)
         self.inner_gradients = locals_of(self.gradients)
-        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.param: list[int] = []
-        self.param_dtype: Sequence[int] = []
-        self.grad: list[int] = []
-        self.grad_dtype: Sequence[int] = []
-        self.properties: Properties | None = None
-        self.contiguous = False
 
     def read(self, compute: int) -> bool:
         """Take addresses and types. Returns whether the engine can work on all of them.
@@ -128,32 +125,28 @@ class Found:
             The device to compute on, as ``get_device`` numbers them; -1 for the CPU.
         """
         try:
-            parameters, gradients = look(self.inner), look(self.inner_gradients)
-            self.param, self.param_dtype = parameters.addresses, parameters.dtypes
-            self.grad, self.grad_dtype = gradients.addresses, gradients.dtypes
-            self.properties = self._properties(parameters)
+            parameters, gradients = self.looked or (look(self.inner), look(self.inner_gradients))
         except (KeyError, RuntimeError):
             # A type that the kernels do not know, or a tensor that is not one stretch of memory.
             return False
-        properties = self.properties
-        if not set(properties.devices) <= {compute, -1}:
-            return False
-        if gradients.devices != properties.devices or gradients.elements != properties.elements:
+        self.looked = (parameters, gradients)
+        self.properties = self._properties(parameters)
+        if not parameters.reachable(compute) or not gradients.fits(parameters):
             return False
         self.contiguous = parameters.contiguous and gradients.contiguous
         # A view that torch negates as it reads, such as the imaginary part of a conjugate, is every other element of
         # its memory, so never contiguous with more than one. Asking is slow, so only then.
-        if not self.contiguous or 1 in properties.elements:
+        if not self.contiguous or parameters.has_single():
             self.inner_gradients = [gradient.resolve_neg() for gradient in self.inner_gradients]
-            self.grad = addresses(self.inner_gradients)
+            self.looked = (parameters, look(self.inner_gradients))
         return True
 
     def _properties(self, looked: Looked) -> Properties:
         # Memory at the same address as in the last step is the same memory; its type and order may be others.
         known = self.flat.properties
-        if self.whole and known is not None and known.param == self.param:
+        if self.whole and known is not None and known.looked.same_memory(looked):
             return known
-        properties = Properties(self.param, looked.devices, list(map(torch.Tensor.size, self.inner)), looked.elements)
+        properties = Properties(looked, list(map(torch.Tensor.size, self.inner)))
         if self.whole:
             self.flat.properties = properties
         return properties
@@ -168,14 +161,30 @@ class Found:
                 self.copies.append((self.inner[i], ordered))
                 self.inner[i] = ordered
             self.inner_gradients[i] = in_order(self.inner_gradients[i], order)
-        self.param, self.grad = addresses(self.inner), addresses(self.inner_gradients)
+        self.looked = (look(self.inner), look(self.inner_gradients))
 
-    def numbers(self) -> dict[str, Sequence[int]]:
-        """Return addresses and types as the engine takes them."""
-        return {
-            "param": self.param,
-            "param_dtype": self.param_dtype,
-            "grad": self.grad,
-            "grad_dtype": self.grad_dtype,
-            "group": self.groups,
-        }
+    def tensors(self) -> Tensors:
+        """Return what the engine updates."""
+        assert self.looked is not None
+        return (*self.looked, self.groups)
+
+    def tensors_of(self, stores: list[Store], homes: list[tuple[int, int]]) -> list[Tensors]:
+        """Return what the engine updates in each store: nothing where a parameter has no gradient in this step.
+
+        Parameters
+        ----------
+        stores
+            All stores.
+        homes
+            The number of the store of each of these parameters, and its place there.
+        """
+        assert self.looked is not None
+        parameters, gradients = self.looked
+        parts: list[Tensors] = []
+        for number, store in enumerate(stores):
+            here = [(place, at) for place, (home, at) in enumerate(homes) if home == number]
+            groups = [0] * len(store.parameters)
+            for place, at in here:
+                groups[at] = self.groups[place]
+            parts.append((parameters.spread(here, len(groups)), gradients.spread(here, len(groups)), groups))
+        return parts

@@ -308,7 +308,7 @@ class AdamW(torch.optim.Optimizer):
                 found.properties.fits = store
             if not (store.contiguous and found.contiguous):
                 found.put_in_order(store.strides)
-            lists: list[Any] = [found.numbers()]
+            tensors = [found.tensors()]
         else:
             self._check_unchanged(
                 found,
@@ -316,17 +316,13 @@ class AdamW(torch.optim.Optimizer):
                 [self._stores[number].shapes[index] for number, index in homes],
             )
             found.put_in_order([self._stores[number].strides[index] for number, index in homes])
-            lists = [known.lists() for known in self._stores]
-            numbers = found.numbers()
-            for position, (number, index) in enumerate(homes):
-                for key, values in numbers.items():
-                    lists[number][key][index] = values[position]
-        engine.step(lists, self._groups(), stream_handle(compute), scale)
+            tensors = found.tensors_of(self._stores, homes)
+        engine.step(tensors, self._groups(), stream_handle(compute), scale)
 
     def _check_unchanged(self, found: Found, devices: list[int], shapes: list[torch.Size]) -> None:
         """Refuse parameters that are no longer what their state was created for."""
         assert found.properties is not None
-        if found.properties.devices == devices and found.properties.shapes == shapes:
+        if found.properties.looked.devices == devices and found.properties.shapes == shapes:
             return
         rows = zip(found.inner, devices, shapes, found.groups, found.positions, strict=True)
         for parameter, number, shape, group, position in rows:
@@ -350,9 +346,8 @@ class AdamW(torch.optim.Optimizer):
         found.put_in_order([moment.stride() for moment in moments])
         addresses = [[address(local(state[kind])) if kind in state else 0 for kind in KINDS] for state in states]
         steps = [int(state["step"].item()) + 1 for state in states]
-        elements = [tensor.numel() for tensor in found.inner]
         groups = self._groups()
-        engine.update_resident(found.numbers(), elements, addresses, steps, groups, stream_handle(compute), scale)
+        engine.update_resident(found.tensors(), addresses, steps, groups, stream_handle(compute), scale)
         for state in states:
             state["step"] += 1
 

@@ -13,6 +13,7 @@ mod error;
 mod guard;
 mod host;
 mod landing;
+mod looked;
 mod measure;
 mod optimizer;
 mod sleep;
@@ -32,6 +33,8 @@ mod _core {
     #[pymodule_export]
     use crate::host::{bench_placements, check_host};
     #[pymodule_export]
+    use crate::looked::{Looked, look, look_with_gradients};
+    #[pymodule_export]
     use crate::measure::{backends, bench_step, host_memory, probe};
     #[pymodule_export]
     use crate::optimizer::Engine;
@@ -40,7 +43,7 @@ mod _core {
     #[pymodule_export]
     use crate::testing::{_errors_for_test, _gil_is_released_for_test, _panic_for_test};
     #[pymodule_export]
-    use crate::torch::{HostView, look};
+    use crate::torch::HostView;
 
     /// Bytes of a checkpoint's file that one checksum covers.
     #[pymodule_export]

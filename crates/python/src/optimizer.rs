@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use forebay::device::arith::{AdamWHyper, AdamWScalars};
 use forebay::device::{
-    AdamW, AdamWSegment, Dtype, Error as DeviceError, Event, HostOptions, Kernel, Place, Region, SharedDevice,
-    SlabLayout, Stream, open,
+    AdamW, AdamWSegment, Error as DeviceError, Event, HostOptions, Kernel, Place, Region, SharedDevice, SlabLayout,
+    Stream, open,
 };
 use forebay::pipeline::{Pipeline, RunStats};
 use forebay::plan::{PlanOptions, StateKind, StepPlan, TensorSpec};
@@ -18,6 +18,7 @@ use pyo3::prelude::*;
 use crate::checkpoint::Snapshot;
 use crate::guard;
 use crate::landing::Landing;
+use crate::looked::{Looked, Row};
 use crate::torch::{self, HostView, Keeper};
 
 /// One optimizer's device, ring and host state.
@@ -53,35 +54,15 @@ impl Inner {
     }
 }
 
-/// What one call updates: a list for each property, all of one length. Types are 0 for f32, 1 for bf16, 2 for f16; a
-/// gradient at address 0 is none.
-#[derive(FromPyObject)]
-pub(crate) struct Tensors {
-    #[pyo3(item)]
-    param: Vec<u64>,
-    #[pyo3(item)]
-    param_dtype: Vec<u8>,
-    #[pyo3(item)]
-    grad: Vec<u64>,
-    #[pyo3(item)]
-    grad_dtype: Vec<u8>,
-    #[pyo3(item)]
-    group: Vec<u32>,
-}
+/// What one call updates: parameters, their gradients, and the number of each one's group. A gradient at address 0 is
+/// none.
+type Tensors = (Py<Looked>, Py<Looked>, Vec<u32>);
 
 /// lr, beta1, beta2, eps, weight_decay, maximize.
 type Group = (f64, f64, f64, f64, f64, bool);
 
 fn hyper(&(lr, beta1, beta2, eps, weight_decay, maximize): &Group) -> AdamWHyper {
     AdamWHyper { lr, beta1, beta2, eps, weight_decay, maximize }
-}
-
-fn dtype(code: u8) -> Dtype {
-    match code {
-        0 => Dtype::F32,
-        1 => Dtype::Bf16,
-        _ => Dtype::F16,
-    }
 }
 
 /// What is there, made now if it was not.
@@ -349,7 +330,6 @@ impl Engine {
         &self,
         py: Python<'_>,
         tensors: Tensors,
-        elements: Vec<u64>,
         state: Vec<[u64; 4]>,
         steps: Vec<u64>,
         groups: Vec<Group>,
@@ -363,21 +343,23 @@ impl Engine {
             let Inner { powers, finished, .. } = &mut *guarded;
             let powers = made_once(powers, || Powers::new(&self.pool))?;
             let mut sets = Sets::default();
-            let mut segments = Vec::with_capacity(elements.len());
-            for (i, &n) in elements.iter().enumerate() {
-                let scalars = sets.find(powers, &groups, tensors.group[i], steps[i])?;
-                if n == 0 {
+            let (params, grads, group) = &tensors;
+            let rows = params.get().rows().iter().zip(grads.get().rows());
+            let mut segments = Vec::with_capacity(rows.len());
+            for (i, (param, grad)) in rows.enumerate() {
+                let scalars = sets.find(powers, &groups, group[i], steps[i])?;
+                if param.elements == 0 {
                     continue;
                 }
-                let region =
-                    |addr: u64, width: u64| torch::region(&self.device, addr, n * width, Place::Device, &keeper);
+                let region = |addr: u64, width: u64| {
+                    torch::region(&self.device, addr, param.elements * width, Place::Device, &keeper)
+                };
                 let optional = |addr: u64| (addr != 0).then(|| region(addr, 4)).transpose();
-                let (param_dtype, grad_dtype) = (dtype(tensors.param_dtype[i]), dtype(tensors.grad_dtype[i]));
                 segments.push(AdamWSegment {
-                    param: region(tensors.param[i], param_dtype.bytes())?,
-                    param_dtype,
-                    grad: region(tensors.grad[i], grad_dtype.bytes())?,
-                    grad_dtype,
+                    param: region(param.addr, param.dtype.bytes())?,
+                    param_dtype: param.dtype,
+                    grad: region(grad.addr, grad.dtype.bytes())?,
+                    grad_dtype: grad.dtype,
                     exp_avg: region(state[i][0], 4)?,
                     exp_avg_sq: region(state[i][1], 4)?,
                     max_exp_avg_sq: optional(state[i][2])?,
@@ -586,26 +568,31 @@ impl Engine {
         mut set: impl FnMut(u32, u64) -> Result<u32>,
         keeper: &Keeper,
     ) -> Result<Vec<Binding>> {
-        let specs = store.plan().tensors();
+        let (params, grads, group) = tensors;
+        let (params, grads, specs) = (params.get().rows(), grads.get().rows(), store.plan().tensors());
         let mut bindings = Vec::with_capacity(specs.len());
         for (i, spec) in specs.iter().enumerate() {
             let place = if spec.on_host { Place::Pageable } else { Place::Device };
-            let region = |addr: u64, dtype: Dtype| {
-                torch::region(&self.device, addr, spec.elements * dtype.bytes(), place, keeper)
+            // Without a gradient a parameter is not touched, and may have no address.
+            let region = |row: &Row| {
+                let bytes = spec.elements * row.dtype.bytes();
+                torch::region(&self.device, row.addr.max(1), bytes, place, keeper)
             };
-            let (param_dtype, grad_dtype) = (dtype(tensors.param_dtype[i]), dtype(tensors.grad_dtype[i]));
-            let has_grad = tensors.grad[i] != 0;
+            let (param, grad) = (&params[i], &grads[i]);
+            let has_grad = grad.addr != 0;
             let mut scalars = 0;
             if has_grad {
+                if let Some(row) = [param, grad].into_iter().find(|row| row.elements != spec.elements) {
+                    let reason = format!("{} elements where {} were planned", row.elements, spec.elements);
+                    return Err(Error::PlanMismatch { tensor: spec.name.clone(), reason });
+                }
                 steps[i] += 1.0;
-                scalars = set(tensors.group[i], steps[i] as u64)?;
+                scalars = set(group[i], steps[i] as u64)?;
             }
             bindings.push(Binding {
-                param: region(tensors.param[i], param_dtype)?,
-                param_dtype,
-                grad: has_grad
-                    .then(|| Ok::<_, Error>((region(tensors.grad[i], grad_dtype)?, grad_dtype)))
-                    .transpose()?,
+                param: region(param)?,
+                param_dtype: param.dtype,
+                grad: has_grad.then(|| Ok::<_, Error>((region(grad)?, grad.dtype))).transpose()?,
                 scalars,
             });
         }

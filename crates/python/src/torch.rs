@@ -9,11 +9,13 @@ use std::mem::MaybeUninit;
 use std::sync::Arc;
 
 use forebay::Result;
-use forebay::device::{Buffer, Place, Region, SharedDevice, Stream};
+use forebay::device::{Buffer, Dtype, Place, Region, SharedDevice, Stream};
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyCapsule, PyList};
+use pyo3::types::PyCapsule;
+
+use crate::looked::Row;
 
 /// Keeps whatever owns an address alive.
 pub(crate) type Keeper = Arc<dyn Any + Send + Sync>;
@@ -97,64 +99,70 @@ struct DlTable {
     describe: Option<unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int>,
 }
 
-/// What one look at many tensors finds: addresses, numbers of their types, numbers of their devices, elements, and
-/// whether all of them are contiguous.
-type Looked = (Vec<u64>, Vec<u8>, Vec<i32>, Vec<u64>, bool);
+/// Torch's table of C functions, and the types of tensor to which it belongs.
+pub(crate) struct Table<'py> {
+    describe: unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int,
+    plain: [Bound<'py, PyAny>; 2],
+}
 
-/// Look at torch's tensors through the table that `torch.Tensor.__dlpack_c_exchange_api__` names: one call for each
-/// tensor instead of five from Python. Nothing where the table or a tensor is not as expected; then Python looks itself.
-#[pyfunction]
-pub(crate) fn look(tensors: &Bound<'_, PyAny>, table: &Bound<'_, PyAny>) -> PyResult<Option<Looked>> {
-    const CPU: i32 = 1;
-    const CUDA: i32 = 2;
-    let (py, tensors) = (tensors.py(), tensors.cast::<PyList>()?);
-    let table = table.cast::<PyCapsule>()?.pointer_checked(Some(c"dlpack_exchange_api"))?.cast::<DlTable>();
-    // SAFETY: a capsule of this name holds a pointer to such a table, which lives as long as the process; its head is the
-    // same in every version, and the rest is only looked at where the major version is the one declared above.
-    let (major, describe) = unsafe { ((*table.as_ptr()).major, (*table.as_ptr()).describe) };
-    let Some(describe) = describe.filter(|_| major == 1) else { return Ok(None) };
-    let count = tensors.len();
-    let mut found: Looked = (
-        Vec::with_capacity(count),
-        Vec::with_capacity(count),
-        Vec::with_capacity(count),
-        Vec::with_capacity(count),
-        true,
-    );
-    for tensor in tensors {
+impl<'py> Table<'py> {
+    /// The table in a capsule; nothing where it is of another version.
+    pub(crate) fn new(
+        capsule: &Bound<'py, PyAny>,
+        plain: (Bound<'py, PyAny>, Bound<'py, PyAny>),
+    ) -> PyResult<Option<Self>> {
+        let table = capsule.cast::<PyCapsule>()?.pointer_checked(Some(c"dlpack_exchange_api"))?.cast::<DlTable>();
+        // SAFETY: a capsule of this name holds a pointer to such a table, which lives as long as the process; its head
+        // is the same in every version, and the rest is only looked at where the major version is the one declared
+        // above.
+        let (major, describe) = unsafe { ((*table.as_ptr()).major, (*table.as_ptr()).describe) };
+        let describe = describe.filter(|_| major == 1);
+        Ok(describe.map(|describe| Self { describe, plain: plain.into() }))
+    }
+
+    /// What a tensor is and whether it is contiguous; nothing for whatever the kernels cannot work on as it is.
+    pub(crate) fn describe(&self, tensor: &Bound<'py, PyAny>) -> Option<(Row, bool)> {
+        const CPU: i32 = 1;
+        const CUDA: i32 = 2;
+        let kind = tensor.get_type();
+        if !self.plain.iter().any(|plain| kind.is(plain)) {
+            return None;
+        }
         let mut at = MaybeUninit::<DlTensor>::uninit();
-        // SAFETY: `tensor` is a live object of the type that the table belongs to, which the caller has checked; the
-        // function fills the struct or returns an error with a Python exception set. The GIL is held.
-        if unsafe { describe(tensor.as_ptr().cast(), at.as_mut_ptr()) } != 0 {
-            drop(PyErr::take(py));
-            return Ok(None);
+        // SAFETY: `tensor` is a live object of a type that `_torch.py` names as the table's own; the function fills the
+        // struct or returns an error with a Python exception set. The GIL is held.
+        if unsafe { (self.describe)(tensor.as_ptr().cast(), at.as_mut_ptr()) } != 0 {
+            drop(PyErr::take(tensor.py()));
+            return None;
         }
         // SAFETY: filled by the call.
         let at = unsafe { at.assume_init() };
         let dtype = match (at.code, at.bits, at.lanes) {
-            (2, 32, 1) => 0,
-            (4, 16, 1) => 1,
-            (2, 16, 1) => 2,
-            _ => return Ok(None),
+            (2, 32, 1) => Dtype::F32,
+            (4, 16, 1) => Dtype::Bf16,
+            (2, 16, 1) => Dtype::F16,
+            _ => return None,
         };
         let device = match at.device_type {
             CPU => -1,
             CUDA => at.device_id,
-            _ => return Ok(None),
+            _ => return None,
         };
-        let mut elements = 1i64;
+        let (mut elements, mut contiguous) = (1i64, true);
         for dim in (0..at.ndim as usize).rev() {
             // SAFETY: shape and strides have `ndim` entries, and live as long as the tensor does.
             let (side, stride) = unsafe { (*at.shape.add(dim), *at.strides.add(dim)) };
-            found.4 &= side == 1 || stride == elements;
+            contiguous &= side == 1 || stride == elements;
             elements *= side;
         }
-        found.0.push(at.data as u64 + at.byte_offset);
-        found.1.push(dtype);
-        found.2.push(device);
-        found.3.push(elements as u64);
+        let addr = match at.data as u64 {
+            0 if elements == 0 => 1,
+            // Its memory was taken away: Python says which it is.
+            0 => return None,
+            data => data + at.byte_offset,
+        };
+        Some((Row { addr, elements: elements as u64, device, dtype }, contiguous))
     }
-    Ok(Some(found))
 }
 
 /// A range of a pinned slab as a Python buffer of exactly that size. It keeps the slab alive.
