@@ -108,7 +108,7 @@ pub struct RunStats {
     pub store_ns: u64,
     /// How often the host waited for a slot.
     pub stalls: u64,
-    /// How long it waited in all.
+    /// How long in all, from finding a slot's store not ended until it had; the next chunk is prepared meanwhile.
     pub stall_ns: u64,
 }
 
@@ -240,7 +240,13 @@ impl Pipeline {
 
     /// Takes the slot whose store ends first, waiting for that store on the host if need be.
     pub fn acquire(&self) -> Result<Slot> {
-        let (index, stall) = self.shared.ring.acquire()?;
+        self.acquire_while(|_| ()).map(|(slot, ())| slot)
+    }
+
+    /// The same with something to do before the wait that needs to know the slot's memory and does not touch it.
+    pub fn acquire_while<R>(&self, prepare: impl FnOnce(&Region) -> R) -> Result<(Slot, R)> {
+        let slots = &self.shared.slots;
+        let (index, prepared, stall) = self.shared.ring.acquire_while(|&index| prepare(&slots[index].region))?;
         // From here on a failure gives the slot back.
         let mut slot = Slot { index, busy: None, timed: false, shared: self.shared.clone() };
         self.shared.harvest(index)?;
@@ -250,7 +256,7 @@ impl Pipeline {
         books.stats.stalls += u64::from(stall.waited);
         books.stats.stall_ns += stall.time.as_nanos() as u64;
         drop(books);
-        Ok(slot)
+        Ok((slot, prepared))
     }
 
     /// Copies regions of the host into parts of the slot: `to` gives offset and length of each.

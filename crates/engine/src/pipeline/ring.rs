@@ -5,7 +5,8 @@
 //! 2. A slot comes back with a fence, the event that ends the device's last use of it; or without one, if the device
 //!    never used it.
 //! 3. `acquire` takes the slot that came back first, then waits for its fence, with no lock held. So the owner may do
-//!    anything with the slot at once, and other threads may acquire and release meanwhile.
+//!    anything with the slot at once, and other threads may acquire and release meanwhile. While it waits, the owner may
+//!    prepare what needs to know the slot and does not touch it.
 //! 4. If waiting for the fence fails, the slot goes back with its fence and the caller gets the error: no slot is ever
 //!    lost, and nobody uses a slot whose end of use is unknown.
 //! 5. `acquire` on an empty ring sleeps until a slot comes back. An owner that needs a second slot while it holds one
@@ -41,13 +42,18 @@ pub(crate) struct Ring<T, F> {
     returned: Condvar,
 }
 
-impl<T, F: Fence> Ring<T, F> {
+impl<T: Copy, F: Fence> Ring<T, F> {
     pub(crate) fn new(slots: impl IntoIterator<Item = T>) -> Self {
         Self { free: Mutex::new(slots.into_iter().map(|slot| (slot, None)).collect()), returned: Condvar::new() }
     }
 
     /// Takes the slot that came back first, ready for use.
     pub(crate) fn acquire(&self) -> Result<(T, Stall)> {
+        self.acquire_while(|_| ()).map(|(slot, (), stall)| (slot, stall))
+    }
+
+    /// The same with something to do before the wait.
+    pub(crate) fn acquire_while<R>(&self, prepare: impl FnOnce(&T) -> R) -> Result<(T, R, Stall)> {
         let (slot, fence, start) = {
             let mut free = lock(&self.free);
             let mut start = None;
@@ -61,23 +67,10 @@ impl<T, F: Fence> Ring<T, F> {
                 }
             }
         };
-        let Some(fence) = fence else { return Ok((slot, stall(start))) };
-        match self.pass(&fence, start) {
-            Ok(stall) => Ok((slot, stall)),
-            Err(error) => {
-                self.release(slot, Some(fence));
-                Err(error)
-            }
-        }
-    }
-
-    fn pass(&self, fence: &F, start: Option<Instant>) -> Result<Stall> {
-        if fence.reached()? {
-            return Ok(stall(start));
-        }
-        let start = start.unwrap_or_else(Instant::now);
-        fence.wait()?;
-        Ok(stall(Some(start)))
+        let mut taken = Taken { ring: self, slot, fence, kept: false };
+        let (prepared, stall) = taken.pass(start, prepare)?;
+        taken.kept = true;
+        Ok((slot, prepared, stall))
     }
 
     /// Gives a slot back, with the fence that ends its use.
@@ -98,6 +91,41 @@ impl<T, F: Fence> Ring<T, F> {
     /// Slots that nobody owns.
     pub(crate) fn idle(&self) -> usize {
         lock(&self.free).len()
+    }
+}
+
+/// A slot on its way from the ring to its owner. It goes back with its fence unless it is kept.
+struct Taken<'a, T: Copy, F: Fence> {
+    ring: &'a Ring<T, F>,
+    slot: T,
+    fence: Option<F>,
+    kept: bool,
+}
+
+impl<T: Copy, F: Fence> Taken<'_, T, F> {
+    /// Waits for the fence. What is prepared before it was reached is part of the wait; if that took as long as the wait
+    /// would have, there was none.
+    fn pass<R>(&self, start: Option<Instant>, prepare: impl FnOnce(&T) -> R) -> Result<(R, Stall)> {
+        let before = stall(start);
+        let reached = || self.fence.as_ref().map_or(Ok(true), Fence::reached);
+        if reached()? {
+            return Ok((prepare(&self.slot), before));
+        }
+        let start = start.unwrap_or_else(Instant::now);
+        let prepared = prepare(&self.slot);
+        if reached()? {
+            return Ok((prepared, before));
+        }
+        self.fence.as_ref().map_or(Ok(()), Fence::wait)?;
+        Ok((prepared, stall(Some(start))))
+    }
+}
+
+impl<T: Copy, F: Fence> Drop for Taken<'_, T, F> {
+    fn drop(&mut self) {
+        if !self.kept {
+            self.ring.release(self.slot, self.fence.take());
+        }
     }
 }
 
@@ -259,5 +287,34 @@ mod tests {
         assert_eq!((first, stall.waited, waits.get()), (1, false, 0), "a reached fence costs no wait");
         let (second, stall) = ring.acquire().unwrap();
         assert_eq!((second, stall.waited, waits.get()), (0, true, 1));
+    }
+
+    struct Late(Rc<Cell<bool>>);
+    impl Fence for Late {
+        fn reached(&self) -> Result<bool> {
+            Ok(self.0.get())
+        }
+        fn wait(&self) -> Result<()> {
+            self.0.set(true);
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn what_is_prepared_knows_the_slot_and_comes_before_the_wait() {
+        let reached = Rc::new(Cell::new(false));
+        let ring = Ring::new([7]);
+        let (slot, _) = ring.acquire().unwrap();
+        ring.release(slot, Some(Late(reached.clone())));
+        let (slot, seen, stall) = ring.acquire_while(|&slot| (slot, reached.get())).unwrap();
+        assert_eq!((slot, seen, stall.waited), (7, (7, false), true));
+        ring.release(slot, Some(Late(reached.clone())));
+        reached.set(false);
+        let (_, (), stall) = ring.acquire_while(|_| reached.set(true)).unwrap();
+        assert_eq!(stall, Stall::default(), "it was reached meanwhile: that was work, not waiting");
+        let panics = || ring.acquire_while(|_| panic!("on purpose"));
+        ring.release(7, None);
+        assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(panics)).is_err());
+        assert_eq!(ring.idle(), 1, "nothing that goes wrong meanwhile loses a slot");
     }
 }

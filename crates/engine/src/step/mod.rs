@@ -133,11 +133,12 @@ impl StreamedAdamW {
         if payload_bytes == 0 {
             return Ok(());
         }
-        let Route { fetch, store } = self.route(chunk, segments, tensors)?;
-        let slot = self.pipeline.acquire()?;
+        let (slot, prepared) = self.pipeline.acquire_while(|memory| -> Result<_> {
+            Ok((self.route(chunk, segments, tensors)?, self.bind(chunk, segments, tensors, memory)?))
+        })?;
+        let (Route { fetch, store }, segments) = prepared?;
         let slot = self.pipeline.fetch(slot, &fetch.host, &fetch.slot)?;
-        let slot = self.pipeline.update(slot, compute, |device, memory| {
-            let segments = self.bind(chunk, segments, tensors, memory)?;
+        let slot = self.pipeline.update(slot, compute, |device, _| {
             let (grad_scale, skip) = (inputs.grad_scale.clone(), inputs.skip.clone());
             let step = AdamW { segments: &segments, scalars: inputs.scalars, grad_scale, skip };
             Ok(device.launch(compute, &Kernel::AdamW(step))?)
