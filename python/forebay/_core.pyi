@@ -459,10 +459,10 @@ def look(tensors: Any, table: Any, plain: tuple[Any, Any]) -> Looked | None:
     `plain` are the types of which a tensor may be.
     """
 
-def look_with_gradients(parameters: Any, table: Any, plain: tuple[Any, Any]) -> tuple[Any, Looked, Looked] | None:
+def look_with_gradients(parameters: Any, table: Any, plain: tuple[Any, Any]) -> tuple[Any, list[int] | None, Looked, Looked] | None:
     """
-    Look at parameters and at their gradients in one go; returns the gradients, and what `look` finds for both. Nothing
-    also where a parameter has no gradient.
+    Look at the parameters that have a gradient, and at their gradients, in one go. Returns the gradients, the places of
+    these parameters in the list (nothing where they are all of it), and what `look` finds for both.
     """
 
 def probe(device: str | None = None) -> str:

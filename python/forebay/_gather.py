@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from itertools import repeat
 from typing import TYPE_CHECKING
 
 import torch
@@ -98,23 +97,19 @@ class Found:
         self.contiguous = False
         at_once = look_with_gradients(flat.parameters)
         if at_once is not None:
-            self.gradients, *looked = at_once
+            self.gradients, kept, *looked = at_once
             self.looked = (looked[0], looked[1])
-            self.inner, self.inner_gradients = self.parameters, self.gradients
         else:
-            self._select()
-
-    def _select(self) -> None:
-        flat = self.flat
-        gradients = [parameter.grad for parameter in flat.parameters]
-        self.whole = not any(map(operator.is_, gradients, repeat(None)))
-        if not self.whole:
-            kept = [i for i, gradient in enumerate(gradients) if gradient is not None]
+            gradients = [parameter.grad for parameter in flat.parameters]
+            self.gradients = [gradient for gradient in gradients if gradient is not None]
+            every = len(self.gradients) == len(gradients)
+            kept = None if every else [i for i, gradient in enumerate(gradients) if gradient is not None]
+        if kept is not None:
+            self.whole = False
             self.parameters = [flat.parameters[i] for i in kept]
             self.groups, self.positions = [flat.groups[i] for i in kept], [flat.positions[i] for i in kept]
-        self.gradients = [gradient for gradient in gradients if gradient is not None]
-        self.inner = locals_of(self.parameters)
-        self.inner_gradients = locals_of(self.gradients)
+        self.inner = self.parameters if at_once is not None else locals_of(self.parameters)
+        self.inner_gradients = self.gradients if at_once is not None else locals_of(self.gradients)
 
     def read(self, compute: int) -> bool:
         """Take addresses and types. Returns whether the engine can work on all of them.

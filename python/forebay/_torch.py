@@ -79,8 +79,13 @@ def look(tensors: list[torch.Tensor]) -> Looked:
     )
 
 
-def look_with_gradients(parameters: list[torch.Tensor]) -> tuple[list[torch.Tensor], Looked, Looked] | None:
-    """Return the gradients, and a look at parameters and gradients; nothing where it has to be done one by one."""
+def look_with_gradients(
+    parameters: list[torch.Tensor],
+) -> tuple[list[torch.Tensor], list[int] | None, Looked, Looked] | None:
+    """Return the gradients, the places of the parameters that have one, and a look at both.
+
+    The places are None where all parameters have one; everything is None where it has to be done tensor by tensor.
+    """
     return _core.look_with_gradients(parameters, _TABLE, _PLAIN) if _TABLE is not None else None
 
 

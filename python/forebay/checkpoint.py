@@ -412,7 +412,7 @@ def _extra(reader: Reader) -> dict[str, Any] | None:
 def _quietly() -> Iterator[None]:
     """Without DCP's warning that one process is one process."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=r".*torch\.distributed is (disabled, )?unavailable or uninitialized.*")
+        warnings.filterwarnings("ignore", message=r".*torch\.distributed is (disabled, )?unavailable.*")
         yield
 
 

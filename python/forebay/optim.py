@@ -315,7 +315,8 @@ class AdamW(torch.optim.Optimizer):
                 [self._stores[number].devices[index] for number, index in homes],
                 [self._stores[number].shapes[index] for number, index in homes],
             )
-            found.put_in_order([self._stores[number].strides[index] for number, index in homes])
+            if not (found.contiguous and all(store.contiguous for store in self._stores)):
+                found.put_in_order([self._stores[number].strides[index] for number, index in homes])
             tensors = found.tensors_of(self._stores, homes)
         engine.step(tensors, self._groups(), stream_handle(compute), scale)
 

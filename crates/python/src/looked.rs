@@ -166,11 +166,11 @@ pub(crate) fn look(
     Ok(Some(found))
 }
 
-/// A list of gradients, and what `look` finds for their parameters and for them.
-type WithGradients<'py> = (Bound<'py, PyAny>, Looked, Looked);
+/// A list of gradients, the places of their parameters unless all have one, and what `look` finds for both.
+type WithGradients<'py> = (Bound<'py, PyAny>, Option<Vec<usize>>, Looked, Looked);
 
-/// Look at parameters and at their gradients in one go; returns the gradients, and what `look` finds for both. Nothing
-/// also where a parameter has no gradient.
+/// Look at the parameters that have a gradient, and at their gradients, in one go. Returns the gradients, the places of
+/// these parameters in the list (nothing where they are all of it), and what `look` finds for both.
 #[pyfunction]
 pub(crate) fn look_with_gradients<'py>(
     parameters: &Bound<'py, PyAny>,
@@ -181,15 +181,23 @@ pub(crate) fn look_with_gradients<'py>(
     let Some(table) = Table::new(table, plain)? else { return Ok(None) };
     let count = parameters.len();
     let (mut found, mut found_gradients) = (Looked::with_capacity(count), Looked::with_capacity(count));
-    let mut gradients = Vec::with_capacity(count);
-    for parameter in parameters {
+    let (mut gradients, mut kept) = (Vec::with_capacity(count), Vec::with_capacity(count));
+    for (place, parameter) in parameters.iter().enumerate() {
         // The type first: the gradient of another kind of tensor may be anything.
-        let Some(looked) = table.describe(&parameter) else { return Ok(None) };
+        if !table.is_plain(&parameter) {
+            return Ok(None);
+        }
         let gradient = parameter.getattr(pyo3::intern!(py, "grad"))?;
-        let Some(looked_gradient) = table.describe(&gradient) else { return Ok(None) };
+        if gradient.is_none() {
+            continue;
+        }
+        let (looked, looked_gradient) = (table.describe(&parameter), table.describe(&gradient));
+        let (Some(looked), Some(looked_gradient)) = (looked, looked_gradient) else { return Ok(None) };
         found.push(looked);
         found_gradients.push(looked_gradient);
         gradients.push(gradient);
+        kept.push(place);
     }
-    Ok(Some((PyList::new(py, gradients)?.into_any(), found, found_gradients)))
+    let kept = (kept.len() < count).then_some(kept);
+    Ok(Some((PyList::new(py, gradients)?.into_any(), kept, found, found_gradients)))
 }

@@ -120,12 +120,17 @@ impl<'py> Table<'py> {
         Ok(describe.map(|describe| Self { describe, plain: plain.into() }))
     }
 
+    /// Whether it is a tensor to which the table belongs.
+    pub(crate) fn is_plain(&self, tensor: &Bound<'py, PyAny>) -> bool {
+        let kind = tensor.get_type();
+        self.plain.iter().any(|plain| kind.is(plain))
+    }
+
     /// What a tensor is and whether it is contiguous; nothing for whatever the kernels cannot work on as it is.
     pub(crate) fn describe(&self, tensor: &Bound<'py, PyAny>) -> Option<(Row, bool)> {
         const CPU: i32 = 1;
         const CUDA: i32 = 2;
-        let kind = tensor.get_type();
-        if !self.plain.iter().any(|plain| kind.is(plain)) {
+        if !self.is_plain(tensor) {
             return None;
         }
         let mut at = MaybeUninit::<DlTensor>::uninit();
