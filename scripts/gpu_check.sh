@@ -5,11 +5,12 @@
 # usage: scripts/gpu_check.sh PACKED RESULTS [SECTION...]
 # RESULTS gets check.log, summary.txt, probe.json, bench_cli.json, bench.json and bench.svg.
 #
-# Sections: install tests memcheck initcheck pytest probe bench-cli bench. By default all, in this order.
+# Sections: install tests memcheck initcheck pytest probe bench-cli bench. By default all, in this order. FOLDERS names the
+# folders of tests/python that the section pytest runs; by default all that use a device.
 set -uo pipefail
 
 if [ $# -lt 2 ] || [ ! -d "$1" ]; then
-    sed -n '2,8s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 packed=$(cd "$1" && pwd)
@@ -84,12 +85,15 @@ sanitize() {
 python_tests() {
     local folder folders=()
     python3 -c 'import pytest' 2>/dev/null || { echo 'no pytest on this machine'; return 77; }
-    for folder in tests/python/optim tests/python/activations tests/python/distributed; do [ -d "$folder" ] && folders+=("$folder"); done
-    [ ${#folders[@]} -gt 0 ] || { echo 'no tests/python/optim, activations or distributed'; return 77; }
+    for folder in ${FOLDERS:-optim activations sleep checkpoint distributed}; do
+        [ -d "tests/python/$folder" ] || { echo "no tests/python/$folder"; return 1; }
+        folders+=("tests/python/$folder")
+    done
     local options=()
     # The project's settings name options of a plugin that this machine may not have.
     python3 -c 'import pytest_timeout' 2>/dev/null || options=(-c /dev/null --rootdir . --import-mode=importlib)
-    timeout --kill-after=10 420 python3 -m pytest -q -ra -p no:cacheprovider "${options[@]}" "${folders[@]}"
+    timeout --kill-after=10 "${PYTEST_LIMIT_S:-560}" python3 -m pytest -q -ra --durations=8 -p no:cacheprovider \
+        "${options[@]}" "${folders[@]}"
 }
 
 probe() { timeout 120 "$packed/forebay" probe --device cuda:0 --json "$results/probe.json"; }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from contextlib import contextmanager, suppress
@@ -11,19 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forebay import _core
-from forebay._sleep_guards import Guard, ModuleGuard, OptimizerGuard, calling_units, gathers_ahead
-from forebay._sleep_walk import KINDS, Entry, Left, Walk, is_held, is_ours, named, reshard
+from forebay._sleep_figures import Figures
+from forebay._sleep_guards import Guard, ModuleGuard, OptimizerGuard, gathers_ahead
+from forebay._sleep_moves import Mover, batched, no_collection
+from forebay._sleep_order import Units, Waking
+from forebay._sleep_walk import KINDS, Entry, Walk, is_held, is_ours, named, reshard
 from forebay._snapshot import wait_for_live
-from forebay._torch import stream_handle
 from forebay.errors import AsleepError, Error, OptionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-
-BATCH_BYTES = 128 << 20
-"""Bytes handed to the engine at a time: storages are emptied and allocated while others are on the wire."""
-
-BATCH_ENTRIES = 1024
 
 PIECE_BYTES = 2 << 30
 """Bytes pinned at a time in a first sleep."""
@@ -85,9 +81,9 @@ class Sleeper:
         self._asleep_numbers: set[int] = set()
         self._rings: list[Any] = []
         self._guards: list[Guard] = []
-        self._waking: _Waking | None = None
+        self._waking: Waking | None = None
         self._protected: list[Any] = []
-        self._figures = _Figures()
+        self._figures = Figures()
         self._pinning: threading.Thread | None = None
         # Opened now, not in the first sleep: the driver may have kernels to compile.
         for device in {parameter.get_device() for parameter in self._walk().parameters()}:
@@ -175,7 +171,7 @@ class Sleeper:
             for model in self._models.values():
                 reshard(model)
         self._join_pinning()
-        with _no_collection():
+        with no_collection():
             self._sleep(kinds)
         # Where CUDA is not in use, this does nothing.
         if give_back:
@@ -188,15 +184,15 @@ class Sleeper:
         figures = self._figures
         figures.begin_sleep()
         walk = self._walk()
-        mover = _Mover(self, to_sleep=True)
+        mover = Mover(self._slabs_of, to_sleep=True)
         rings = self._rings_to_release() if "optimizer" in kinds else []
         try:
             deferred: list[Entry] = []
-            for batch in _batched(self._choose(walk, kinds)):
+            for batch in batched(self._choose(walk, kinds)):
                 self._offer(mover, batch, deferred)
             for piece in self._pieces(deferred):
                 self._place(piece)
-                for batch in _batched(piece):
+                for batch in batched(piece):
                     mover.submit(batch)
             # From here on nothing is refused any more.
             if mover.batches or rings:
@@ -241,7 +237,7 @@ class Sleeper:
             else:
                 self._figures.stays(entry)
 
-    def _offer(self, mover: _Mover, batch: list[Entry], deferred: list[Entry]) -> None:
+    def _offer(self, mover: Mover, batch: list[Entry], deferred: list[Entry]) -> None:
         """Submit a batch whose places are known; copying is harmless, whatever else is found. Others come later."""
         slabs = self._slabs_of(batch[0].device)
         if slabs.holds([entry.number for entry in batch], [entry.size for entry in batch]):
@@ -274,7 +270,7 @@ class Sleeper:
             slabs.place([e.number for e in found], [e.size for e in found], self._budget_for(slabs))
             self._figures.pin_s += time.perf_counter() - begun
 
-    def _empty(self, mover: _Mover) -> None:
+    def _empty(self, mover: Mover) -> None:
         """Empty the storages of each batch as soon as its bytes are safe."""
         for batch in mover.batches:
             mover.wait(batch)
@@ -328,11 +324,11 @@ class Sleeper:
         figures = self._figures
         figures.begin_wake()
         chosen = [entry for entry in self._asleep.values() if entry.kind in kinds]
-        mover = _Mover(self, to_sleep=False)
+        mover = Mover(self._slabs_of, to_sleep=False)
         lazy = lazy and not any(map(gathers_ahead, self._models.values()))
-        units = _Units(self._models) if lazy else None
+        units = Units(self._models) if lazy else None
         try:
-            with _no_collection():
+            with no_collection():
                 for batch in self._in_order(chosen, ranks, units):
                     self._allocate(mover, batch)
             while "optimizer" in kinds and self._rings:
@@ -347,7 +343,7 @@ class Sleeper:
             error.add_note(f"{left} bytes still sleep, whole; make room and call wake() again")
             raise
         replaced = [entry for entry in chosen if is_held(entry) is False]
-        self._waking = _Waking(mover, units, begun)
+        self._waking = Waking(mover, units, begun)
         if not lazy or not chosen:
             self._finish_wake()
         else:
@@ -357,7 +353,7 @@ class Sleeper:
         if replaced:
             raise _replaced(replaced)
 
-    def _allocate(self, mover: _Mover, batch: list[Entry]) -> None:
+    def _allocate(self, mover: Mover, batch: list[Entry]) -> None:
         """Give storages their memory again and send their bytes after them."""
         done: list[Entry] = []
         try:
@@ -371,7 +367,7 @@ class Sleeper:
             raise
         mover.submit(batch)
 
-    def _arrive(self, mover: _Mover) -> None:
+    def _arrive(self, mover: Mover) -> None:
         """Wait for everything submitted, and note it as awake."""
         for batch in mover.batches:
             mover.wait(batch)
@@ -398,19 +394,19 @@ class Sleeper:
             self._unguard()
 
     def _in_order(
-        self, entries: list[Entry], ranks: Callable[[Entry], int] | None, units: _Units | None
+        self, entries: list[Entry], ranks: Callable[[Entry], int] | None, units: Units | None
     ) -> Iterator[list[Entry]]:
         """Go through batches in the order in which they are needed."""
         if ranks is not None:
             entries = sorted(entries, key=ranks)
         if units is None:
-            yield from _batched(entries)
+            yield from batched(entries)
             return
         by_unit: dict[int, list[Entry]] = {}
         for entry in entries:
             by_unit.setdefault(units.first_use(entry), []).append(entry)
         for unit in sorted(by_unit) if ranks is None else by_unit:
-            for batch in _batched(by_unit[unit]):
+            for batch in batched(by_unit[unit]):
                 units.note(unit, batch)
                 yield batch
 
@@ -512,7 +508,7 @@ class Sleeper:
         """Kinds that a wake under way brings."""
         return set() if self._waking is None else self._waking.kinds()
 
-    def _wait_for(self, waking: _Waking, last: int) -> None:
+    def _wait_for(self, waking: Waking, last: int) -> None:
         """Wait for the batches up to one, in a wake under way."""
         batches = waking.mover.batches
         for batch in batches[: last + 1]:
@@ -568,265 +564,6 @@ class Sleeper:
     def _refuse_capture(self) -> None:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise Error("sleep and wake cannot be captured into a CUDA graph; call them outside the capture")
-
-
-class _Batch:
-    """Storages of one kind and device that travel together."""
-
-    def __init__(self, entries: list[Entry], number: int) -> None:
-        self.entries = entries
-        self.number = number
-        self.kind = entries[0].kind
-        self.device = entries[0].device
-        self.size = sum(entry.size for entry in entries)
-
-
-def _batched(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
-    """Cut into batches of one kind and one device each."""
-    batch: list[Entry] = []
-    size, kind, device = 0, "", -1
-    for entry in entries:
-        if entry.kind != kind or entry.device != device or size >= BATCH_BYTES or len(batch) >= BATCH_ENTRIES:
-            if batch:
-                yield batch
-            batch, size, kind, device = [], 0, entry.kind, entry.device
-        batch.append(entry)
-        size += entry.size
-    if batch:
-        yield batch
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep Python's cyclic garbage collector out: the objects of a walk are many, and it would look at all others."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-class _Mover:
-    """The transfers of one sleep or wake, one for each device."""
-
-    def __init__(self, sleeper: Sleeper, *, to_sleep: bool) -> None:
-        self._sleeper = sleeper
-        self._to_sleep = to_sleep
-        self._begun: dict[int, int] = {}
-        self.batches: list[_Batch] = []
-
-    def slabs(self, batch: _Batch) -> _core.Slabs:
-        return self._sleeper._slabs_of(batch.device)
-
-    def _begin(self, device: int) -> None:
-        where = torch.device("cpu") if device < 0 else torch.device("cuda", device)
-        handle = stream_handle(where)
-        try:
-            staging = torch.empty(_core.Slabs.staging_bytes(), dtype=torch.uint8, device=where)
-        except torch.OutOfMemoryError:
-            # Small storages then travel one by one, slower.
-            staging = None
-        slabs = self._sleeper._slabs_of(device)
-        slabs.begin(self._to_sleep, handle, 0 if staging is None else staging.data_ptr(), staging)
-        self._begun[device] = handle
-
-    def submit(self, entries: list[Entry]) -> None:
-        """Send a batch on its way."""
-        device = entries[0].device
-        if device not in self._begun:
-            self._begin(device)
-        storages = [entry.storage for entry in entries]
-        number = self._sleeper._slabs_of(device).submit(
-            [entry.number for entry in entries],
-            [storage.data_ptr() for storage in storages],
-            [entry.size for entry in entries],
-            storages,
-            self._begun[device],
-        )
-        self.batches.append(_Batch(entries, number))
-
-    def wait(self, batch: _Batch) -> None:
-        """Block until a batch has arrived."""
-        self.slabs(batch).wait(batch.number)
-
-    def has_arrived(self, batch: _Batch) -> bool:
-        """Whether a batch has arrived."""
-        return self.slabs(batch).has_arrived(batch.number)
-
-    def finish(self) -> None:
-        """Block until nothing is in flight."""
-        while self._begun:
-            device, _ = self._begun.popitem()
-            self._sleeper._slabs_of(device).finish()
-
-    def abort(self) -> None:
-        """Do the same after an error, which is the one that counts."""
-        while self._begun:
-            device, _ = self._begun.popitem()
-            try:
-                self._sleeper._slabs_of(device).finish()
-            except Error:
-                continue
-
-
-class _Waking:
-    """A wake under way."""
-
-    def __init__(self, mover: _Mover, units: _Units | None, begun: float) -> None:
-        self.mover = mover
-        self.units = units
-        self.begun = begun
-
-    def kinds(self) -> set[str]:
-        return {batch.kind for batch in self.mover.batches}
-
-
-class _Units:
-    """Which batches each module needs before its forward."""
-
-    def __init__(self, models: dict[str, torch.nn.Module]) -> None:
-        # The unit that needs a storage first: 0 is what no unit holds, and comes first.
-        self._unit_of: dict[int, int] = {}
-        self._holders: dict[int, set[int]] = {}
-        self._inside: dict[int, set[int]] = {}
-        self._last: dict[int, int] = {}
-        self._batches = 0
-        count = 0
-        for model in models.values():
-            units = calling_units(model)
-            numbers = {id(module): count + 1 + i for i, module in enumerate(m for m in model.modules() if m in units)}
-            count += len(numbers)
-            self._visit(model, 0, numbers)
-
-    def _visit(self, module: torch.nn.Module, unit: int, numbers: dict[int, int]) -> set[int]:
-        """Note the unit of a module's own tensors, and which units must be there when it is called."""
-        unit = numbers.get(id(module), unit)
-        if id(module) in self._inside:
-            return self._inside[id(module)] if id(module) not in numbers else set()
-        needed = {unit}
-        self._inside[id(module)] = needed
-        for container in (module._parameters, module._buffers):
-            self._holders.setdefault(id(container), set()).add(unit)
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                self._holders.setdefault(id(parameter), set()).add(unit)
-        for child in module.children():
-            needed |= self._visit(child, unit, numbers)
-        return set() if id(module) in numbers else needed
-
-    def units_of(self, entry: Entry) -> set[int]:
-        """Return the units that hold a storage; an optimizer's are in none."""
-        return set().union(*(self._holders.get(id(container), set()) for container, _ in entry.holders))
-
-    def first_use(self, entry: Entry) -> int:
-        """Return the unit in whose batch a storage travels."""
-        if entry.kind == "buffers":
-            # DDP broadcasts them before it calls anything.
-            return -1
-        if entry.kind == "optimizer":
-            return 1 << 60
-        return min(self.units_of(entry), default=0)
-
-    def note(self, unit: int, batch: list[Entry]) -> None:
-        """Note the next batch: it is needed by every unit that holds any of it."""
-        for entry in batch:
-            for user in self.units_of(entry) or {unit}:
-                self._last[user] = self._batches
-        self._batches += 1
-
-    def needed_by(self, module: torch.nn.Module) -> int:
-        """Return the last batch that a module's forward needs; -1 for none."""
-        units = self._inside.get(id(module), {0})
-        return max((self._last.get(unit, -1) for unit in units), default=-1)
-
-
-class _Figures:
-    """The numbers of the last sleep and the last wake."""
-
-    def __init__(self) -> None:
-        self.give_back_s = 0.0
-        self.pin_s = 0.0
-        self.left: list[Left] = []
-        self._awake: dict[str, int] = {}
-        self._sleep = _Way()
-        self._wake = _Way()
-
-    def begin_sleep(self) -> None:
-        self.give_back_s, self.pin_s, self.left, self._awake = 0.0, 0.0, [], {}
-        self._sleep = _Way()
-
-    def stays(self, entry: Entry) -> None:
-        self._awake[entry.kind] = self._awake.get(entry.kind, 0) + entry.size
-
-    def slept(self, batch: _Batch) -> None:
-        self._sleep.add(batch)
-
-    def end_sleep(self, seconds: float) -> None:
-        self._sleep.seconds = seconds
-
-    def begin_wake(self) -> None:
-        self._wake = _Way()
-
-    def woke(self, batch: _Batch) -> None:
-        self._wake.add(batch)
-
-    def end_wake(self, seconds: float) -> None:
-        self._wake.seconds = seconds
-
-    def report(self, asleep: dict[str, int]) -> dict[str, Any]:
-        residual = [{"name": one.name, "kind": one.kind, "bytes": one.size, "reason": one.reason} for one in self.left]
-        residual += [
-            {"name": kind, "kind": kind, "bytes": size, "reason": "not asked to sleep"}
-            for kind, size in self._awake.items()
-        ]
-        return {
-            "bytes": self._sleep.size,
-            "asleep_bytes": sum(asleep.values()),
-            "sleep_s": self._sleep.seconds,
-            "wake_s": self._wake.seconds,
-            "sleep_gbps": self._sleep.rate(),
-            "wake_gbps": self._wake.rate(),
-            "pin_s": self.pin_s,
-            "give_back_s": self.give_back_s,
-            "residual_bytes": sum(one["bytes"] for one in residual),
-            "residual": residual,
-            "kinds": {
-                kind: {
-                    "bytes": self._sleep.sizes.get(kind, 0),
-                    "asleep_bytes": asleep[kind],
-                    "storages": self._sleep.counts.get(kind, 0),
-                    "sleep_s": self._sleep.times.get(kind, 0.0),
-                    "wake_s": self._wake.times.get(kind, 0.0),
-                    "residual_bytes": sum(one["bytes"] for one in residual if one["kind"] == kind),
-                }
-                for kind in KINDS
-            },
-        }
-
-
-class _Way:
-    """What went one way."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        self.seconds = 0.0
-        self.sizes: dict[str, int] = {}
-        self.counts: dict[str, int] = {}
-        self.times: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def add(self, batch: _Batch) -> None:
-        now = time.perf_counter()
-        self.size += batch.size
-        self.sizes[batch.kind] = self.sizes.get(batch.kind, 0) + batch.size
-        self.counts[batch.kind] = self.counts.get(batch.kind, 0) + len(batch.entries)
-        self.times[batch.kind] = self.times.get(batch.kind, 0.0) + now - self._last
-        self._last = now
-
-    def rate(self) -> float:
-        return self.size / self.seconds / 1e9 if self.seconds and self.size else 0.0
 
 
 def _kinds(what: Iterable[str] | str) -> set[str]:

@@ -60,10 +60,11 @@ def test_the_slab_grows_under_what_sleeps(device: torch.device) -> None:
 def test_a_first_sleep_pins_in_pieces_and_a_budget_in_one(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from forebay import _sleep_moves
     from forebay import sleep as module
 
     monkeypatch.setattr(module, "PIECE_BYTES", 10_000)
-    monkeypatch.setattr(module, "BATCH_ENTRIES", 1)
+    monkeypatch.setattr(_sleep_moves, "BATCH_ENTRIES", 1)
     placed: list[int] = []
     real = module.Sleeper._place
 
@@ -267,9 +268,10 @@ def test_the_ring_of_forebay_adamw_goes_back() -> None:
 
 
 def test_an_allocation_that_fails_leaves_the_rest_asleep(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    from forebay import _sleep_moves
     from forebay import sleep as module
 
-    monkeypatch.setattr(module, "BATCH_ENTRIES", 2)
+    monkeypatch.setattr(_sleep_moves, "BATCH_ENTRIES", 2)
     model = layers(device)
     sleeper = forebay.Sleeper(model)
     sleeper.sleep()

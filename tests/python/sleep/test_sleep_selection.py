@@ -11,6 +11,7 @@ from sleep_helpers import Net, assert_same, batch, bits, is_empty, snapshot, tra
 from torch import nn
 
 import forebay
+from forebay import _sleep_moves
 from forebay import sleep as sleep_module
 
 KINDS = ("parameters", "buffers", "gradients", "optimizer")
@@ -233,7 +234,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 def test_nothing_is_emptied_before_its_bytes_are_safe(
     device: torch.device, log: list[tuple[str, Any]], monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(sleep_module, "BATCH_ENTRIES", 2)
+    monkeypatch.setattr(_sleep_moves, "BATCH_ENTRIES", 2)
     model, optimizer = trained(device)
     before = snapshot(model, optimizer)
     sleeper = forebay.Sleeper(model, optimizer)
@@ -270,7 +271,7 @@ def test_a_lazy_wake_lets_the_first_layer_run_before_the_last_has_arrived(
 def test_a_module_waits_for_weights_that_it_reads_from_inside_another(
     device: torch.device, log: list[tuple[str, Any]], monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(sleep_module, "BATCH_ENTRIES", 1)
+    monkeypatch.setattr(_sleep_moves, "BATCH_ENTRIES", 1)
     # MultiheadAttention never calls out_proj: it reads its weight.
     torch.manual_seed(1)
     model = nn.Sequential(*(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, device=device) for _ in range(3)))
@@ -330,7 +331,7 @@ def test_everything_else_waits_for_the_whole_of_a_lazy_wake(device: torch.device
 
 
 def test_wake_follows_the_order_asked_for(device: torch.device, log: list[tuple[str, Any]], monkeypatch: Any) -> None:
-    monkeypatch.setattr(sleep_module, "BATCH_ENTRIES", 1)
+    monkeypatch.setattr(_sleep_moves, "BATCH_ENTRIES", 1)
     model = nn.ModuleDict(
         {name: nn.Linear(8, width, bias=False, device=device) for name, width in (("a", 1), ("b", 2), ("c", 3))}
     )
