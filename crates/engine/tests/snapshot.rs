@@ -87,7 +87,7 @@ fn read_all(
     let mut read = Values::new();
     for (key, region) in regions {
         let bytes = read.entry(*key).or_default();
-        snapshot.read(region, &buffer, |piece| {
+        snapshot.read(region, &buffer, bytes.len() as u64, |piece| {
             forebay::device::file::visit(piece, |part| bytes.extend_from_slice(part)).unwrap();
             pause();
             Ok(())
