@@ -125,13 +125,14 @@ class Snapshot:
 
     def stats(self) -> dict[str, float | int]:
         """Return what it cost so far."""
-        totals = [sum(figures) for figures in zip(*(kept.stats() for kept in self.kept), strict=True)] or [0, 0, 0, 0]
-        copied, taken, stalls, stall_ns = totals
+        totals = [sum(figures) for figures in zip(*(kept.stats() for kept in self.kept), strict=True)] or [0] * 5
+        copied, taken, stalls, stall_ns, pauses = totals
         return {
             "copied_bytes": copied,
             "copy_memory_bytes": taken,
             "stalls": stalls + self.waits,
             "stall_s": stall_ns / 1e9 + self.waited_s,
+            "pauses": pauses,
         }
 
     def finish(self) -> None:
@@ -298,7 +299,11 @@ class Handle:
             raise self._error
 
     def progress(self) -> dict[str, float | int]:
-        """Return how far it is: bytes written and to write, bytes copied aside, and how often and long steps waited."""
+        """Return how far it is: bytes written and to write, and what it costs.
+
+        ``copied_bytes`` were copied aside, into ``copy_memory_bytes`` of memory. Steps waited for the writer ``stalls``
+        times, ``stall_s`` in all, and the writer gave way to steps ``pauses`` times.
+        """
         stats = self._stats or self._snapshot.stats()
         return {"written_bytes": self._moved.bytes(), "total_bytes": self._total_bytes, **stats}
 

@@ -144,10 +144,11 @@ impl Snapshot {
         self.inner.is_safe()
     }
 
-    /// Bytes copied aside, bytes of memory taken for that, how often a step waited, and how long in nanoseconds.
-    fn stats(&self) -> (u64, u64, u64, u64) {
-        let SnapshotStats { copied_bytes, block_bytes, stalls, stall_ns } = self.inner.stats();
-        (copied_bytes, block_bytes, stalls, stall_ns)
+    /// Bytes copied aside, bytes of memory taken for that, how often a step waited and how long in nanoseconds, and how
+    /// often the writer gave way to a step.
+    fn stats(&self) -> (u64, u64, u64, u64, u64) {
+        let SnapshotStats { copied_bytes, block_bytes, stalls, stall_ns, pauses } = self.inner.stats();
+        (copied_bytes, block_bytes, stalls, stall_ns, pauses)
     }
 }
 

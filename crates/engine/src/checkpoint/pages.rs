@@ -57,6 +57,7 @@ struct Inner {
     steps: usize,
     /// Whether one of them has come to wait for a block.
     is_awaited: bool,
+    pauses: u64,
 }
 
 /// Where the saver finds a page.
@@ -96,6 +97,7 @@ impl Pages {
             is_over: false,
             steps: 0,
             is_awaited: false,
+            pauses: 0,
         };
         Self { inner: Mutex::new(inner), changed: Condvar::new() }
     }
@@ -211,6 +213,7 @@ impl Pages {
         if !inner.has_precedence() {
             return Duration::ZERO;
         }
+        inner.pauses += 1;
         let start = Instant::now();
         while inner.has_precedence() {
             let left = limit.saturating_sub(start.elapsed());
@@ -220,6 +223,11 @@ impl Pages {
             inner = self.changed.wait_timeout(inner, left).unwrap_or_else(std::sync::PoisonError::into_inner).0;
         }
         start.elapsed()
+    }
+
+    /// How often the saver has given way.
+    pub(super) fn pauses(&self) -> u64 {
+        lock(&self.inner).pauses
     }
 
     pub(super) fn finish(&self) {
@@ -367,6 +375,22 @@ mod loom_tests {
                 assert_eq!(world.free_blocks(), blocks, "every block is back");
             });
         }
+    }
+
+    /// The saver has the machine back when the step has ended, and not before.
+    #[test]
+    fn loom_pause_lasts_as_long_as_the_step() {
+        loom::model(|| {
+            let world = World::new(1, 1);
+            world.pages.begin_step();
+            let saving = beside(&world, |world| {
+                world.pages.pause(Duration::MAX);
+                assert_eq!(world.memory[0].load(SeqCst), CHANGED);
+            });
+            world.memory[0].store(CHANGED, SeqCst);
+            world.pages.end_step();
+            saving.join().unwrap();
+        });
     }
 
     /// Two steps, of two stores that share a snapshot: the saver that one of them needs does not give way to the other.

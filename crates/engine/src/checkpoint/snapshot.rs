@@ -62,6 +62,8 @@ pub struct SnapshotStats {
     pub stalls: u64,
     /// How long it waited in all.
     pub stall_ns: u64,
+    /// How often the saver gave way to a step.
+    pub pauses: u64,
 }
 
 /// A stretch of memory and the number of its first page.
@@ -336,6 +338,7 @@ impl Snapshot {
             block_bytes: self.taken_bytes.load(Relaxed),
             stalls: self.stalls.load(Relaxed),
             stall_ns: self.stall_ns.load(Relaxed),
+            pauses: self.pages.pauses(),
         }
     }
 }

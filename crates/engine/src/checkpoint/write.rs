@@ -399,28 +399,32 @@ impl Sink<'_> {
         CACHED_BYTES - self.gathered.map_or(0, |buffer| self.at % buffer.bytes())
     }
 
-    /// Writes the last bytes, of which there are so many.
+    /// Writes the last bytes, of which there are so many: whole pages past the cache, what is left through it.
     fn write_gathered(&self, buffer: &Buffer, bytes: u64) -> Result<()> {
-        let whole = buffer.region(0, bytes.next_multiple_of(file::DIRECT_BYTES))?;
-        let written = match file::write_at(&self.file, self.at - bytes, &whole) {
+        let (start, pages) = (self.at - bytes, bytes - bytes % file::DIRECT_BYTES);
+        let write = |from, to| -> Result<std::io::Result<()>> {
+            Ok(file::write_at(&self.file, start + from, &buffer.region(from, to - from)?))
+        };
+        let written = match write(0, pages)? {
             // Some file systems find out only here; and a disk that is about to be full gives its true reason this way.
             Err(error) if error.kind() == std::io::ErrorKind::InvalidInput => {
                 file::bypass_cache(&self.file, false);
-                file::write_at(&self.file, self.at - bytes, &whole)
+                write(0, pages)?
             }
             outcome => outcome,
         };
-        written.map_err(self.fail())
+        written.map_err(self.fail())?;
+        if pages < bytes {
+            file::bypass_cache(&self.file, false);
+            write(pages, bytes)?.map_err(self.fail())?;
+        }
+        Ok(())
     }
 
     fn finish(self) -> Result<File> {
         if let Some(buffer) = self.gathered {
             let left = self.at % buffer.bytes();
-            if left > 0 {
-                self.write_gathered(buffer, left)?;
-                // What was added to make a whole page goes.
-                self.file.set_len(self.at).map_err(self.fail())?;
-            }
+            self.write_gathered(buffer, left)?;
         }
         Ok(self.file)
     }
