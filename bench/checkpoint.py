@@ -33,7 +33,7 @@ import forebay
 from forebay import checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 WRITE_BYTES = 16 << 20
 
@@ -173,20 +173,10 @@ def parse() -> argparse.Namespace:
     return options
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure, and return it with where it comes from."""
-    about = {
-        "command": shlex.join(["python", "bench/checkpoint.py", *sys.argv[1:]]),
-        "commit": step.commit_of(options.commit),
-    }
-    total = int(options.gb * 1e9)
+def saves(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the rows of plain saves and loads."""
     with tempfile.TemporaryDirectory(dir=options.folder) as base:
-        if options.beside:
-            spec = {"total_bytes": total, "rounds": options.rounds, "period_s": options.period}
-            spec |= {"device": options.device, "dtype": options.dtype}
-            budgets = [None if gb is None else int(gb * 1e9) for gb in options.budget_gb]
-            return about | {"options": spec, "beside": measure_beside(spec, budgets, Path(base) / "checkpoint")}
-        found = measure(total, options.rounds, Path(base))
+        found = measure(int(options.gb * 1e9), options.rounds, Path(base))
     pairs = [
         ("forebay.checkpoint.save", "plain writes and fsync"),
         ("forebay.checkpoint.save", "dcp.save"),
@@ -194,7 +184,19 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         ("forebay.checkpoint.load", "plain reads"),
     ]
     found["ratios"] = {f"{a} / {b}": ratio(found["rows"], a, b) for a, b in pairs}
-    return about | found
+    return found
+
+
+def saves_beside(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Run the rows of saves beside training; after each, return all there are so far."""
+    spec = {"total_bytes": int(options.gb * 1e9), "rounds": options.rounds, "period_s": options.period}
+    spec |= {"device": options.device, "dtype": options.dtype}
+    budgets = [None if gb is None else int(gb * 1e9) for gb in options.budget_gb]
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(dir=options.folder) as base:
+        for row in measure_beside(spec, budgets, Path(base) / "checkpoint"):
+            rows.append(row)
+            yield {"options": spec, "beside": rows}
 
 
 def main() -> int:
@@ -204,22 +206,27 @@ def main() -> int:
     if reason := machine.get("cannot_run") or machine.get("error"):
         sys.exit(f"error: {reason}\nhint: use --device cpu")
     machine.pop("device")
-    mine = run(options)
+    about = {
+        "command": shlex.join(["python", "bench/checkpoint.py", *sys.argv[1:]]),
+        "commit": step.commit_of(options.commit),
+    }
     earlier: list[dict[str, Any]] = []
     if options.json is not None and options.json.exists():
         # One of the same command is replaced, and so are all of another machine.
         found = json.loads(options.json.read_text())
         if found.get("machine") == machine:
-            earlier = [one for one in found["runs"] if one["command"] != mine["command"]]
+            earlier = [one for one in found["runs"] if one["command"] != about["command"]]
 
-    def show(_: dict[str, Any]) -> None:
-        if options.beside:
-            for row in mine["beside"]:
-                print_row(row)
-        else:
-            print_saves(mine)
+    def conclude(mine: dict[str, Any], show: Callable[[dict[str, Any]], None]) -> None:
+        runs = [*earlier, about | mine]
+        step.conclude({"machine": machine, "runs": runs}, options.json, lambda found: show(found["runs"][-1]))
 
-    step.conclude({"machine": machine, "runs": [*earlier, mine]}, options.json, show)
+    if options.beside:
+        # Written after each row: they are long.
+        for found in saves_beside(options):
+            conclude(found, lambda run: print_row(run["beside"][-1]))
+    else:
+        conclude(saves(options), print_saves)
     return 0
 
 

@@ -21,7 +21,7 @@ import forebay
 from forebay import checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 CALL_S = 0.05
 """What a call may take above the snapshot of the parameters."""
@@ -67,11 +67,10 @@ def forget_peak() -> int:
     return status("VmRSS")
 
 
-def wire_gbps(device: torch.device) -> float:
-    """Return how fast torch brings 1 GiB to pinned memory; on the CPU, from memory to memory."""
-    on_gpu = device.type == "cuda"
-    source = torch.zeros(1 << 28, dtype=torch.float32, device=device)
-    target = torch.zeros(1 << 28, dtype=torch.float32, pin_memory=on_gpu)
+def wire_gbps(device: torch.device, size: int) -> float:
+    """Return how fast torch brings bytes to pinned memory; on the CPU, from memory to memory."""
+    source = torch.zeros(size, dtype=torch.uint8, device=device)
+    target = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     seconds = []
     for _ in range(4):
         rows.finish(device)
@@ -122,13 +121,14 @@ class Training:
         return {"call_s": call_s, "during_s": during, "write_s": handle.seconds(), **handle.progress()}
 
 
-def measure(spec: dict[str, Any], budgets: Iterable[int | None], folder: Path) -> list[dict[str, Any]]:
-    """Return a row for each budget."""
+def measure(spec: dict[str, Any], budgets: Iterable[int | None], folder: Path) -> Iterator[dict[str, Any]]:
+    """Go through the budgets, with a row for each."""
+    start = time.perf_counter()
     training = Training(spec)
+    made_s = time.perf_counter() - start
     parameters = list(training.model.parameters())
     payload = sum(p.nbytes for p in parameters)
-    wire = wire_gbps(training.device)
-    found = []
+    wire = wire_gbps(training.device, min(payload, 1 << 30))
     for budget in budgets:
         checkpoint.release()
         before = forget_peak()
@@ -144,13 +144,13 @@ def measure(spec: dict[str, Any], budgets: Iterable[int | None], folder: Path) -
             "state_bytes": state,
             "parameter_bytes": payload,
             "wire_gbps": wire,
+            "made_s": made_s,
             "usual_s": usual,
             "first": first,
             "saves": saves,
             "extra_bytes": max(status("VmHWM") - before, 0),
         }
-        found.append(row | figures(row))
-    return found
+        yield row | figures(row)
 
 
 def figures(row: dict[str, Any]) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def print_row(row: dict[str, Any]) -> None:
     percent = 100 * (row["after_call_over_usual"] - 1)
     limit = "" if row["extra_limit_bytes"] is None else f"; limit {row['extra_limit_bytes'] / 2**20:.0f} MiB"
     first = row["first"]
-    print(f"state {state:.2f} GB, weights {weights:.2f} GB, budget {budget}")
+    print(f"state {state:.2f} GB, weights {weights:.2f} GB, made in {row['made_s']:.0f} s; budget {budget}")
     print(f"  a step, as usual         {row['usual_median_s']:.3f} s (median of {len(row['usual_s'])})")
     print(f"  the step after the call  {row['after_call_s']:.3f} s, {percent:+.1f} % (median of {each})")
     print(f"  the call                 {row['call_s']:.3f} s; limit {row['call_limit_s']:.3f} s")
