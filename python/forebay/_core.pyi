@@ -404,9 +404,10 @@ class Snapshot:
         """
         Whether a step would neither copy nor wait.
         """
-    def stats(self, /) -> tuple[int, int, int, int]:
+    def stats(self, /) -> tuple[int, int, int, int, int]:
         """
-        Bytes copied aside, bytes of memory taken for that, how often a step waited, and how long in nanoseconds.
+        Bytes copied aside, bytes of memory taken for that, how often a step waited and how long in nanoseconds, and how
+        often the writer gave way to a step.
         """
 
 def _errors_for_test() -> list[tuple[str, Any]]:

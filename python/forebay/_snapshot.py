@@ -22,10 +22,13 @@ from forebay.optim import AdamW
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_copies: dict[int, _core.HostCopies] = {}
+SMALL_BYTES = 64 << 10
+"""Tensors of the host that have less are copied one by one."""
+
+_copies: dict[str, _core.HostCopies] = {}
 _under_way: weakref.WeakSet[Snapshot] = weakref.WeakSet()
-_live: weakref.WeakKeyDictionary[torch.optim.Optimizer, threading.Event] = weakref.WeakKeyDictionary()
-"""For each optimizer that had to wait once: set when its parameters may be changed, as far as a save is concerned."""
+_live: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Snapshot]] = weakref.WeakKeyDictionary()
+"""For each optimizer that had to wait once: what it has to wait for before it changes its parameters."""
 
 
 class Snapshot:
@@ -48,6 +51,7 @@ class Snapshot:
         # Parameters that the budget did not allow to copy: written first, and a step waits for that.
         self.live: list[torch.Tensor] = []
         self.live_written = threading.Event()
+        self.waits, self.waited_s = 0, 0.0
         self.kept: list[_core.Snapshot] = []
         engines = [
             one._engine
@@ -79,11 +83,18 @@ class Snapshot:
             # Never removed: that would be by another thread, maybe while a step is going through its hooks.
             if one not in _live:
                 one.register_step_pre_hook(_wait_for_live)
-            _live[one] = self.live_written
+            _live[one] = weakref.ref(self)
+
+    def wait_for_live(self) -> None:
+        """Wait until parameters that were not copied are written."""
+        if not self.live_written.is_set():
+            start = time.perf_counter()
+            self.live_written.wait()
+            self.waits, self.waited_s = self.waits + 1, self.waited_s + time.perf_counter() - start
 
     def _copy(self, tensors: list[torch.Tensor], room: int) -> dict[int, torch.Tensor]:
         replaced: dict[int, torch.Tensor] = {}
-        on_gpu: list[torch.Tensor] = []
+        together: dict[torch.device, list[torch.Tensor]] = {}
         # Only a step changes these; of anything else nobody knows when it changes.
         stepped = {
             local(parameter).data_ptr()
@@ -97,13 +108,13 @@ class Snapshot:
                 self.live.append(tensor)
                 continue
             room -= inner.nbytes
-            gpu = on_gpu[0].device if on_gpu else inner.device
-            if inner.device.type == "cuda" and inner.is_contiguous() and inner.device == gpu:
-                on_gpu.append(tensor)
+            on_host = inner.device.type == "cpu"
+            if inner.is_contiguous() and (inner.device.type == "cuda" or (on_host and inner.nbytes >= SMALL_BYTES)):
+                together.setdefault(inner.device, []).append(tensor)
             else:
                 replaced[id(tensor)] = state_like(tensor, inner.to("cpu", copy=True))
-        if on_gpu:
-            for tensor, data in zip(on_gpu, _to_host([local(tensor) for tensor in on_gpu]), strict=True):
+        for device, found in together.items():
+            for tensor, data in zip(found, _to_host(device, [local(tensor) for tensor in found]), strict=True):
                 replaced[id(tensor)] = state_like(tensor, data)
         return replaced
 
@@ -114,9 +125,15 @@ class Snapshot:
 
     def stats(self) -> dict[str, float | int]:
         """Return what it cost so far."""
-        totals = [sum(figures) for figures in zip(*(kept.stats() for kept in self.kept), strict=True)] or [0, 0, 0, 0]
-        copied, taken, stalls, stall_ns = totals
-        return {"copied_bytes": copied, "copy_memory_bytes": taken, "stalls": stalls, "stall_s": stall_ns / 1e9}
+        totals = [sum(figures) for figures in zip(*(kept.stats() for kept in self.kept), strict=True)] or [0] * 5
+        copied, taken, stalls, stall_ns, pauses = totals
+        return {
+            "copied_bytes": copied,
+            "copy_memory_bytes": taken,
+            "stalls": stalls + self.waits,
+            "stall_s": stall_ns / 1e9 + self.waited_s,
+            "pauses": pauses,
+        }
 
     def finish(self) -> None:
         """Keep nothing any longer."""
@@ -128,9 +145,10 @@ class Snapshot:
 
 
 def _wait_for_live(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    event = _live.get(optimizer)
-    if event is not None:
-        event.wait()
+    kept = _live.get(optimizer)
+    snapshot = None if kept is None else kept()
+    if snapshot is not None:
+        snapshot.wait_for_live()
 
 
 def release_copies() -> None:
@@ -192,15 +210,13 @@ def _rebuilt(value: Any, replaced: dict[int, torch.Tensor]) -> Any:
     return copy.deepcopy(value)
 
 
-def _to_host(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy tensors of one GPU into pinned memory, at the speed of the wire."""
-    device = tensors[0].device
-    index = device.index or 0
-    if index not in _copies:
-        _copies[index] = _core.HostCopies(f"cuda:{index}")
-    with torch.cuda.device(device):
-        addresses, sizes = [tensor.data_ptr() for tensor in tensors], [tensor.nbytes for tensor in tensors]
-        views = _copies[index].fill(addresses, sizes, stream_handle(device))
+def _to_host(device: torch.device, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy tensors of one device into pinned memory, at the speed of the wire."""
+    name = "cpu" if device.type == "cpu" else f"cuda:{device.index or 0}"
+    if name not in _copies:
+        _copies[name] = _core.HostCopies(name)
+    addresses, sizes = [tensor.data_ptr() for tensor in tensors], [tensor.nbytes for tensor in tensors]
+    views = _copies[name].fill(addresses, sizes, stream_handle(device))
     return [
         torch.frombuffer(view, dtype=tensor.dtype).view(tensor.shape)
         if tensor.numel()
@@ -283,7 +299,11 @@ class Handle:
             raise self._error
 
     def progress(self) -> dict[str, float | int]:
-        """Return how far it is: bytes written and to write, bytes copied aside, and how often and long steps waited."""
+        """Return how far it is: bytes written and to write, and what it costs.
+
+        ``copied_bytes`` were copied aside, into ``copy_memory_bytes`` of memory. Steps waited for the writer ``stalls``
+        times, ``stall_s`` in all, and the writer gave way to steps ``pauses`` times.
+        """
         stats = self._stats or self._snapshot.stats()
         return {"written_bytes": self._moved.bytes(), "total_bytes": self._total_bytes, **stats}
 

@@ -192,3 +192,24 @@ def test_activation_offload_is_measured_and_exact(tmp_path: Path) -> None:
     assert full["stored_bytes"] > recomputed["stored_bytes"] > 0
     assert full["fetched_bytes"] > 0
     assert "gradients of forebay-full: equal, bit for bit" in done.stdout
+
+
+def test_checkpoints_beside_training_stand_beside_their_limits(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.json"
+    small = ["--gb", "0.03", "--rounds", "1", "--commit", "abc", "--folder", tmp_path, "--json", path]
+    beside = ["--async", "--dtype", "bfloat16", "--period", "0.01", "--budget-gb", "none", "0.002"]
+    for options in ([], beside):
+        done = run("bench/checkpoint.py", *small, *options)
+        assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert found["machine"]["torch"] == torch.__version__
+    plain, row = found["runs"]
+    assert {plain["commit"], row["commit"]} == {"abc"}
+    assert row["command"].startswith("python bench/checkpoint.py --gb 0.03")
+    assert all(len(runs) == 1 for runs in plain["rows"].values())
+    free, tight = row["beside"]
+    assert free["state_bytes"] == pytest.approx(6 * free["parameter_bytes"], rel=1e-3)
+    assert free["stall_s"] == free["stall_limit_s"] == 0
+    assert (free["extra_limit_bytes"], tight["extra_limit_bytes"]) == (None, 2_000_000 + (256 << 20))
+    assert 0 < tight["stall_limit_s"] < 1.1 * tight["write_s"]
+    assert "the step after the call" in done.stdout

@@ -83,6 +83,26 @@ pub fn start_writeback(file: &File, offset: u64, bytes: u64) {
     let _ = (file, offset, bytes);
 }
 
+/// What offset, length and memory must be multiples of where a file is written past the system's cache.
+pub const DIRECT_BYTES: u64 = 4096;
+
+/// Has a file written past the system's cache from now on, or through it again; returns whether that could be done. Not
+/// every file system can.
+pub fn bypass_cache(file: &File, bypass: bool) -> bool {
+    #[cfg(target_os = "linux")]
+    // SAFETY: both calls take numbers only; the descriptor is open for as long as `file` is borrowed.
+    unsafe {
+        let flags = libc::fcntl(file.as_raw_fd(), libc::F_GETFL);
+        let wanted = if bypass { flags | libc::O_DIRECT } else { flags & !libc::O_DIRECT };
+        flags >= 0 && libc::fcntl(file.as_raw_fd(), libc::F_SETFL, wanted) == 0
+    }
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = file;
+        !bypass
+    }
+}
+
 /// Makes the calling thread give way to others, in the use of the cores and of the disk. A hint: nothing depends on it.
 pub fn give_way() {
     #[cfg(target_os = "linux")]

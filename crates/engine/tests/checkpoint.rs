@@ -112,6 +112,47 @@ fn save_boxes(
     saving.commit(&manifest, None)
 }
 
+/// Past the system's cache the same files come about: with pieces that begin and end anywhere, a header that is longer than
+/// a piece, and files that end within a page, with one, or with a piece.
+#[test]
+fn past_the_cache_the_files_are_the_same() {
+    const PIECE: usize = 1 << 20;
+    let whole = |sizes: &[usize]| -> Vec<Entry> {
+        // Long names, for a long header.
+        let of = |(i, &size): (usize, &usize)| {
+            entry(
+                &format!("{i:0width$}", width = 100 * sizes.len()),
+                "U8",
+                &[size as u64],
+                (size > 0).then(|| host(&pattern(size, i as u64))),
+            )
+        };
+        sizes.iter().enumerate().map(of).collect()
+    };
+    let cases = [
+        whole(&[1]),
+        whole(&[4096, 0, 4095]),
+        whole(&[PIECE - 4096]),
+        whole(&[PIECE, 2 * PIECE - 4096, 7]),
+        whole(&[3 * PIECE + 11, PIECE - 11, 5, PIECE, 4096 - 5]),
+        whole(&[3; 120]),
+    ];
+    let folder = Folder::new();
+    for (number, entries) in cases.iter().enumerate() {
+        for block_bytes in [1000, 4096, 8 << 20] {
+            let of = |direct: bool| {
+                let path = folder.0.join(format!("{number}-{block_bytes}-{direct}"));
+                fs::create_dir(&path).unwrap();
+                let options = WriteOptions { direct, block_bytes, threads: 1, ..WriteOptions::default() };
+                let written = write_files(&path, "0-", entries, &options, &AtomicU64::new(0)).unwrap();
+                let bytes = fs::read(path.join("0-0.safetensors")).unwrap();
+                (written, bytes)
+            };
+            assert!(of(false) == of(true), "case {number}, blocks of {block_bytes}");
+        }
+    }
+}
+
 /// Reads a whole tensor.
 fn load(checkpoint: &Checkpoint, name: &str, threads: usize) -> forebay::Result<Vec<u8>> {
     let tensor = &checkpoint.manifest().tensors[name];

@@ -24,6 +24,7 @@ on_devices! {
         what_is_saved_is_of_one_moment,
         without_a_budget_the_step_waits_for_the_saver,
         with_room_for_all_the_step_waits_for_nobody,
+        the_saver_gives_way_to_a_step_that_does_not_need_it,
         a_step_comes_to_pages_that_nobody_will_write,
         copiers_share_the_pages_and_end,
         a_copy_that_fails_ends_the_snapshot_and_not_the_step,
@@ -87,7 +88,7 @@ fn read_all(
     let mut read = Values::new();
     for (key, region) in regions {
         let bytes = read.entry(*key).or_default();
-        snapshot.read(region, &buffer, |piece| {
+        snapshot.read(region, &buffer, bytes.len() as u64, |piece| {
             forebay::device::file::visit(piece, |part| bytes.extend_from_slice(part)).unwrap();
             pause();
             Ok(())
@@ -97,7 +98,12 @@ fn read_all(
 }
 
 /// Writes everything into files through a snapshot, and reads the files.
-fn write_all(snapshot: &Arc<Snapshot>, regions: &[(Key, Region)], rate: Option<f64>) -> forebay::Result<Values> {
+fn write_all(
+    snapshot: &Arc<Snapshot>,
+    regions: &[(Key, Region)],
+    rate: Option<f64>,
+    direct: bool,
+) -> forebay::Result<Values> {
     let folder = Folder::new();
     let entries: Vec<Entry> = regions
         .iter()
@@ -108,8 +114,8 @@ fn write_all(snapshot: &Arc<Snapshot>, regions: &[(Key, Region)], rate: Option<f
             data: (region.bytes() > 0).then(|| region.clone()),
         })
         .collect();
-    let options =
-        WriteOptions { threads: 2, snapshots: vec![snapshot.clone()], bytes_per_s: rate, ..WriteOptions::default() };
+    let snapshots = vec![snapshot.clone()];
+    let options = WriteOptions { threads: 2, snapshots, bytes_per_s: rate, direct, ..WriteOptions::default() };
     let mut read = Values::new();
     for file in write_files(&folder.0, "0-", &entries, &options, &AtomicU64::new(0))? {
         let bytes = std::fs::read(folder.0.join(&file.record.name)).unwrap();
@@ -141,8 +147,8 @@ impl Drop for Folder {
 
 #[derive(Debug, Clone, Copy)]
 enum How {
-    /// Into files, at this rate.
-    Files(Option<f64>),
+    /// Into files, at this rate, past the system's cache or not.
+    Files(Option<f64>, bool),
     /// Into memory, with a buffer of so many bytes and so many microseconds after each piece.
     Pieces(u64, u64),
 }
@@ -171,8 +177,7 @@ enum Action {
 
 fn action() -> impl Strategy<Value = Action> {
     let how = prop_oneof![
-        1 => Just(How::Files(None)),
-        1 => Just(How::Files(Some(5e6))),
+        2 => (prop::option::of(Just(5e6)), any::<bool>()).prop_map(|(rate, direct)| How::Files(rate, direct)),
         4 => (prop_oneof![Just(64), Just(100), Just(4096)], prop_oneof![Just(0), Just(20), Just(200)])
             .prop_map(|(bytes, micros)| How::Pieces(bytes, micros)),
     ];
@@ -213,7 +218,7 @@ impl Saving {
         let mine = snapshot.clone();
         let saver = std::thread::spawn(move || {
             let read = match how {
-                How::Files(rate) => write_all(&mine, &regions, rate),
+                How::Files(rate, direct) => write_all(&mine, &regions, rate, direct),
                 How::Pieces(bytes, micros) => {
                     read_all(&mine, &regions, bytes, || std::thread::sleep(Duration::from_micros(micros)))
                 }
@@ -393,6 +398,44 @@ fn with_room_for_all_the_step_waits_for_nobody(on: &Subject) {
 }
 
 /// What no file will hold need not be kept, also where a step waits for it before that is known.
+/// How often the saver gave way, once it has; nought if it never does.
+fn pauses(snapshot: &Snapshot) -> u64 {
+    for _ in 0..5000 {
+        if snapshot.stats().pauses > 0 {
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    snapshot.stats().pauses
+}
+
+fn the_saver_gives_way_to_a_step_that_does_not_need_it(on: &Subject) {
+    let rig = rig(on);
+    let kept = values(on, &rig);
+    for direct in [false, true] {
+        let snapshot = snapshot(&rig, 256, u64::MAX);
+        let stepping = rig.optimizer.state().stepping().unwrap();
+        let (mine, regions) = (snapshot.clone(), regions(&rig));
+        let saver = std::thread::spawn(move || write_all(&mine, &regions, None, direct));
+        assert!(pauses(&snapshot) > 0);
+        drop(stepping);
+        assert!(saver.join().unwrap().unwrap() == kept);
+        snapshot.finish();
+    }
+    assert!(rig.optimizer.state().stepping().is_none(), "no snapshot is left that a step could tell");
+    // And a step says that it is one: here it takes its time, and the saver has more to do than that.
+    let snapshot = snapshot(&rig, 256, u64::MAX);
+    let (mine, all) = (snapshot.clone(), regions(&rig));
+    let rate = arena_bytes(&rig) as f64 / 2.0;
+    let saver = std::thread::spawn(move || write_all(&mine, &all, Some(rate), false));
+    on.fault.on(Call::Copy, 1, Misbehaviour::Late { ns: 400_000_000 });
+    rig.step(0).unwrap();
+    rig.optimizer.synchronize().unwrap();
+    assert!(snapshot.stats().pauses > 0);
+    assert!(saver.join().unwrap().unwrap() == kept);
+    rig.assert_exact(1);
+}
+
 fn a_step_comes_to_pages_that_nobody_will_write(on: &Subject) {
     let rig = rig(on);
     let snapshot = snapshot(&rig, 256, 0);

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use forebay::checkpoint::{self, Entry, Extent, Manifest, Request, SnapshotStats, WriteOptions, element_bytes};
-use forebay::device::{Place, SharedDevice, Slab, SlabLayout, open};
+use forebay::device::{Backend, Place, SharedDevice, Slab, SlabLayout, Stream, open};
 use forebay::{Error, Result};
 use pyo3::prelude::*;
 
@@ -144,10 +144,11 @@ impl Snapshot {
         self.inner.is_safe()
     }
 
-    /// Bytes copied aside, bytes of memory taken for that, how often a step waited, and how long in nanoseconds.
-    fn stats(&self) -> (u64, u64, u64, u64) {
-        let SnapshotStats { copied_bytes, block_bytes, stalls, stall_ns } = self.inner.stats();
-        (copied_bytes, block_bytes, stalls, stall_ns)
+    /// Bytes copied aside, bytes of memory taken for that, how often a step waited and how long in nanoseconds, and how
+    /// often the writer gave way to a step.
+    fn stats(&self) -> (u64, u64, u64, u64, u64) {
+        let SnapshotStats { copied_bytes, block_bytes, stalls, stall_ns, pauses } = self.inner.stats();
+        (copied_bytes, block_bytes, stalls, stall_ns, pauses)
     }
 }
 
@@ -190,24 +191,35 @@ impl HostCopies {
                 *kept = Some(self.device.pin(layout)?);
             }
             let Some(slab) = kept.as_ref() else { return Ok(Vec::new()) };
-            let keeper: Keeper = Arc::new(());
-            let (behind, copies) = (torch::stream(&self.device, stream)?, self.device.stream("snapshot")?);
+            let copies = self.device.stream("snapshot")?;
             let point = self.device.event()?;
-            self.device.record(&point, &behind)?;
-            self.device.wait(&copies, &point)?;
-            let mut views = Vec::with_capacity(bytes.len());
-            for (index, (&address, &bytes)) in addresses.iter().zip(&bytes).enumerate() {
-                let part = slab.part(index)?;
-                if bytes > 0 {
-                    let from = torch::region(&self.device, address, bytes, Place::Device, &keeper)?;
-                    self.device.copy(&copies, &from, &part)?;
-                }
-                views.push(HostView::new(part));
+            if self.device.info().backend != Backend::Cpu {
+                // On the CPU torch has no streams: what was asked for is done.
+                self.device.record(&point, &torch::stream(&self.device, stream)?)?;
+                self.device.wait(&copies, &point)?;
             }
+            let views = self.copy(slab, &addresses, &bytes, &copies);
+            // Also after a failure: torch may free the memory as soon as this returns.
             self.device.record(&point, &copies)?;
             self.device.synchronize(&point)?;
-            Ok(views)
+            views
         })
+    }
+}
+
+impl HostCopies {
+    fn copy(&self, slab: &Slab, addresses: &[u64], bytes: &[u64], on: &Stream) -> Result<Vec<HostView>> {
+        let keeper: Keeper = Arc::new(());
+        let mut views = Vec::with_capacity(bytes.len());
+        for (index, (&address, &bytes)) in addresses.iter().zip(bytes).enumerate() {
+            let part = slab.part(index)?;
+            if bytes > 0 {
+                let from = torch::region(&self.device, address, bytes, Place::Device, &keeper)?;
+                self.device.copy(on, &from, &part)?;
+            }
+            views.push(HostView::new(part));
+        }
+        Ok(views)
     }
 }
 
@@ -249,7 +261,7 @@ pub(crate) fn write_checkpoint(
         }
         let mut options = WriteOptions { snapshots, bytes_per_s: manner.bytes_per_s, ..WriteOptions::default() };
         options.threads = threads.unwrap_or(options.threads);
-        options.gives_way = manner.gives_way;
+        (options.gives_way, options.direct) = (manner.gives_way, manner.gives_way);
         if let Some(device) = device {
             let after = torch::stream(&device, stream)?;
             options.device = Some((device, after));

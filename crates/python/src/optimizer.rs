@@ -304,6 +304,8 @@ impl Engine {
             for (store, bindings) in stores.iter().zip(&bound) {
                 store.check(bindings, &inputs)?;
             }
+            // A save under way gives way until this returns.
+            let _stepping: Vec<_> = stores.iter().filter_map(|store| store.state().stepping()).collect();
             pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.begin())?;
             let outcome = match hybrid {
                 Some(hybrid) => hybrid.run(stores, &bound, &landed, &inputs, &compute),

@@ -52,10 +52,12 @@ RUNS: dict[str, tuple[torch.dtype, Callable[[Any], Optimizers]]] = {
 """Types of the parameters, and their optimizers."""
 
 
-def build(kind: str = "f32", sizes: Iterable[tuple[int, ...]] = SIZES) -> tuple[torch.nn.ParameterList, Optimizers]:
+def build(
+    kind: str = "f32", sizes: Iterable[tuple[int, ...]] = SIZES, device: str = "cpu"
+) -> tuple[torch.nn.ParameterList, Optimizers]:
     """Return a model and its optimizers, the same ones every time."""
     dtype, make = RUNS[kind]
-    model = model_of(sizes, dtype)
+    model = model_of(sizes, dtype).to(device)
     return model, make(model.parameters())
 
 
@@ -70,11 +72,11 @@ def train(model: torch.nn.Module, optimizers: Optimizers, *steps: int) -> None:
 
 def values(model: torch.nn.Module, optimizers: Optimizers) -> dict[str, torch.Tensor]:
     """Return copies of weights and state, by name."""
-    found = {name: value.detach().clone() for name, value in model.named_parameters()}
+    found = {name: value.detach().cpu().clone() for name, value in model.named_parameters()}
     names = {parameter: name for name, parameter in model.named_parameters()}
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
-            found |= {f"{names[parameter]}.{kind}": value.detach().clone() for kind, value in state.items()}
+            found |= {f"{names[parameter]}.{kind}": value.detach().cpu().clone() for kind, value in state.items()}
     return found
 
 
@@ -85,9 +87,11 @@ def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -
         assert torch.equal(bits(value), bits(right[name])), name
 
 
-def assert_holds(path: Path, kind: str, expected: dict[str, torch.Tensor], extra: Any = None) -> None:
+def assert_holds(
+    path: Path, kind: str, expected: dict[str, torch.Tensor], extra: Any = None, device: str = "cpu"
+) -> None:
     """Assert that the last checkpoint of a path has these values, in a run that has never seen them."""
-    model, optimizers = build(kind)
+    model, optimizers = build(kind, device=device)
     train(model, optimizers, 50)
     assert checkpoint.load(path, model, optimizers) == extra
     assert_same(values(model, optimizers), expected)

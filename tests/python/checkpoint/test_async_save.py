@@ -41,8 +41,8 @@ def no_save_is_left() -> Iterator[None]:
 
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("kind", RUNS)
-def test_the_moment_of_the_call_is_saved(kind: str, budget: str, tmp_path: Path) -> None:
-    model, optimizers = build(kind)
+def test_the_moment_of_the_call_is_saved(kind: str, budget: str, device: str, tmp_path: Path) -> None:
+    model, optimizers = build(kind, device=device)
     train(model, optimizers, 0, 1)
     kept = values(model, optimizers)
     with held() as gate:
@@ -56,8 +56,8 @@ def test_the_moment_of_the_call_is_saved(kind: str, budget: str, tmp_path: Path)
             assert not handle.done(), "with room for everything no step waits"
         gate.open()
         handle.result()
-    assert_holds(tmp_path, kind, kept, {"step": 2})
-    twin, its = build(kind)
+    assert_holds(tmp_path, kind, kept, {"step": 2}, device)
+    twin, its = build(kind, device=device)
     train(twin, its, 0, 1, 2, 3)
     assert_same(values(model, optimizers), values(twin, its))
 
@@ -215,6 +215,30 @@ def test_it_gives_way_and_a_plain_save_does_not(tmp_path: Path) -> None:
     assert all(manner["gives_way"] and manner["bytes_per_s"] is None for manner in asynchronous)
     assert not any(manner["gives_way"] or manner["snapshots"] for manner in plain)
     assert gate.manners[-1]["bytes_per_s"] == 2.5e9
+
+
+def test_the_writer_gives_way_to_steps(tmp_path: Path) -> None:
+    model, optimizers = build()
+    train(model, optimizers, 0)
+    # A second's worth of pieces, with steps all the time.
+    handle = checkpoint.async_save(tmp_path, model, optimizers, write_gbps=0.015)
+    while not handle.done():
+        train(model, optimizers, 1)
+    handle.result()
+    assert handle.progress()["pauses"] > 0
+    assert handle.progress()["stalls"] == 0
+
+
+def test_waits_for_weights_are_counted_too(tmp_path: Path) -> None:
+    model, optimizers = build("torch")
+    train(model, optimizers, 0)
+    with held() as gate:
+        handle = checkpoint.async_save(tmp_path, model, optimizers, snapshot_budget_bytes=0)
+        gate.open(after_s=0.1)
+        train(model, optimizers, 1)
+        handle.result()
+    assert handle.progress()["stalls"] == 1
+    assert handle.progress()["stall_s"] > 0
 
 
 def test_a_rate_holds_the_writer_back(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import signal
 import stat
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -20,9 +20,25 @@ import forebay
 from forebay import _storage, checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+
+    Save = Callable[..., None]
 
 NOBODY = 65534
+
+
+def beside(*arguments: Any, **options: Any) -> None:
+    """Save beside training, and ask for the result."""
+    checkpoint.async_save(*arguments, **options).result()
+
+
+def unasked(*arguments: Any, **options: Any) -> None:
+    """Save beside training without asking for the result: the next save tells."""
+    assert checkpoint.async_save(*arguments, **options)._done.wait(20)
+    checkpoint.save(*arguments, **options)
+
+
+every_way = pytest.mark.parametrize("save", [checkpoint.save, beside, unasked])
 
 
 def saved_once(path: Path) -> tuple[torch.nn.Module, forebay.AdamW, dict[str, torch.Tensor]]:
@@ -53,16 +69,17 @@ def assert_goes_on(model: torch.nn.Module, optimizer: forebay.AdamW) -> None:
 # Full.
 
 
-def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
+@every_way
+def test_a_file_that_may_not_grow(save: Save, tmp_path: Path) -> None:
     model, optimizer, kept = saved_once(tmp_path)
 
-    def save(limit: int) -> str:
+    def refused(limit: int) -> str:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         twin, its = pair()
         its.prepare()
         with pytest.raises(forebay.StorageError) as caught:
-            checkpoint.save(tmp_path, twin, its, extra={"step": 3}, keep_last=1)
+            save(tmp_path, twin, its, extra={"step": 3}, keep_last=1)
         assert caught.value.errno == errno.EFBIG
         train(twin, its, range(1))
         return str(caught.value)
@@ -73,7 +90,7 @@ def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
     assert 4096 < size < manifest
     places = ((4096, "00000002/0-0.safetensors"), (size + 100, "00000003/manifest.json.partial"))
     for limit, file in places:
-        said = in_child(lambda limit=limit: save(limit))
+        said = in_child(lambda limit=limit: refused(limit))
         assert said.startswith(f"cannot write {tmp_path}/{file}: "), said
         assert folders(tmp_path) == ["00000001", file.split("/")[0]]
         assert_intact(tmp_path, kept)
@@ -97,7 +114,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
-def test_a_full_disk(small_disk: Path) -> None:
+@every_way
+def test_a_full_disk(save: Save, small_disk: Path) -> None:
     path = small_disk / "run"
     model, optimizer, kept = saved_once(path)
     filler = small_disk / "filler"
@@ -106,7 +124,7 @@ def test_a_full_disk(small_disk: Path) -> None:
     for left in (0, 8192, (path / "00000001" / "0-0.safetensors").stat().st_size + 4096):
         filler.write_bytes(b"x" * (room - left))
         with pytest.raises(forebay.StorageError, match=f"cannot (write|create) {path}/00000002") as caught:
-            checkpoint.save(path, model, optimizer, keep_last=1)
+            save(path, model, optimizer, keep_last=1)
         assert caught.value.errno == errno.ENOSPC
         filler.unlink()
         shutil.rmtree(path / "00000002", ignore_errors=True)
@@ -147,26 +165,27 @@ def open_to_all(path: Path) -> None:
             folder.chmod(folder.stat().st_mode | stat.S_IXOTH | stat.S_IROTH)
 
 
-def test_a_folder_that_may_not_be_written(tmp_path: Path) -> None:
+@every_way
+def test_a_folder_that_may_not_be_written(save: Save, tmp_path: Path) -> None:
     path = tmp_path / "run"
     model, optimizer, kept = saved_once(path)
     open_to_all(path)
     path.chmod(0o555)
     (path / ".saving").chmod(0o444)
 
-    def save() -> str:
+    def refused() -> str:
         twin, its = pair()
         train(twin, its, range(3))
         with pytest.raises(OSError, match="cannot create") as caught:
-            checkpoint.save(path, twin, its, keep_last=1)
+            save(path, twin, its, keep_last=1)
         assert caught.value.errno == errno.EACCES
         assert_goes_on(twin, its)
         return str(caught.value)
 
     try:
-        assert without_rights(save).startswith(f"cannot create {path}/.saving: Permission denied")
+        assert without_rights(refused).startswith(f"cannot create {path}/.saving: Permission denied")
         (path / ".saving").chmod(0o666)
-        assert without_rights(save).startswith(f"cannot create {path}/00000002: Permission denied")
+        assert without_rights(refused).startswith(f"cannot create {path}/00000002: Permission denied")
     finally:
         path.chmod(0o755)
     assert_intact(path, kept)
@@ -207,12 +226,13 @@ def test_a_path_that_is_a_file(tmp_path: Path) -> None:
     train(model, optimizer, range(1))
 
 
-def test_a_disk_that_becomes_read_only(small_disk: Path) -> None:
+@every_way
+def test_a_disk_that_becomes_read_only(save: Save, small_disk: Path) -> None:
     path = small_disk / "run"
     model, optimizer, kept = saved_once(path)
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
     with pytest.raises(forebay.StorageError, match=f"cannot create {path}") as caught:
-        checkpoint.save(path, model, optimizer)
+        save(path, model, optimizer)
     assert caught.value.errno == errno.EROFS
     assert_intact(path, kept)
     assert_goes_on(model, optimizer)

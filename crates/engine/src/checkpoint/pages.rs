@@ -21,6 +21,11 @@
 //!    nothing more to read. It is called when the save is over, however it ended. Whoever is reading just then learns
 //!    from `end_read` that what was read is worth nothing: the page may have been changed under the reader's eyes.
 //!
+//! 5. The saver gives way: between two reads it calls `pause`, which lasts while a step is under way, so that the step has
+//!    cores and memory to itself. Not once that step has waited for a block: then it is the saver that it needs. A saver
+//!    that holds a page never pauses, and a step always ends or comes to need a block: so again nobody waits for ever. The
+//!    limit that `pause` takes is for steps that follow each other without a gap; the protocol does not need it.
+//!
 //! The tests below run this protocol under loom, in every interleaving of a saver, a step and a copier.
 
 use std::time::{Duration, Instant};
@@ -48,6 +53,11 @@ struct Inner {
     pages: Vec<Page>,
     free: Vec<usize>,
     is_over: bool,
+    /// Steps under way.
+    steps: usize,
+    /// Whether one of them has come to wait for a block.
+    is_awaited: bool,
+    pauses: u64,
 }
 
 /// Where the saver finds a page.
@@ -81,7 +91,14 @@ pub(super) struct Pages {
 impl Pages {
     pub(super) fn new(pages: usize, blocks: usize) -> Self {
         let page = Page { state: State::Live, readers: 0, left: None };
-        let inner = Inner { pages: vec![page; pages], free: (0..blocks).rev().collect(), is_over: false };
+        let inner = Inner {
+            pages: vec![page; pages],
+            free: (0..blocks).rev().collect(),
+            is_over: false,
+            steps: 0,
+            is_awaited: false,
+            pauses: 0,
+        };
         Self { inner: Mutex::new(inner), changed: Condvar::new() }
     }
 
@@ -151,6 +168,10 @@ impl Pages {
                 break Duty::Busy;
             }
             start.get_or_insert_with(Instant::now);
+            if inner.free.is_empty() && !inner.is_awaited {
+                inner.is_awaited = true;
+                self.changed.notify_all();
+            }
             inner = self.wait(inner);
         };
         (duty, start.map(|start| start.elapsed()))
@@ -174,6 +195,41 @@ impl Pages {
         !self.wait(inner).is_over
     }
 
+    /// A step begins: from here on the saver gives way to it.
+    pub(super) fn begin_step(&self) {
+        let mut inner = lock(&self.inner);
+        inner.is_awaited &= inner.steps > 0;
+        inner.steps += 1;
+    }
+
+    pub(super) fn end_step(&self) {
+        lock(&self.inner).steps -= 1;
+        self.changed.notify_all();
+    }
+
+    /// Returns when the saver may go on, or after `limit`; and how long that took.
+    pub(super) fn pause(&self, limit: Duration) -> Duration {
+        let mut inner = lock(&self.inner);
+        if !inner.has_precedence() {
+            return Duration::ZERO;
+        }
+        inner.pauses += 1;
+        let start = Instant::now();
+        while inner.has_precedence() {
+            let left = limit.saturating_sub(start.elapsed());
+            if left.is_zero() {
+                break;
+            }
+            inner = self.changed.wait_timeout(inner, left).unwrap_or_else(std::sync::PoisonError::into_inner).0;
+        }
+        start.elapsed()
+    }
+
+    /// How often the saver has given way.
+    pub(super) fn pauses(&self) -> u64 {
+        lock(&self.inner).pauses
+    }
+
     pub(super) fn finish(&self) {
         lock(&self.inner).is_over = true;
         self.changed.notify_all();
@@ -195,6 +251,11 @@ impl Pages {
 }
 
 impl Inner {
+    /// Whether a step is under way that does not need the saver.
+    fn has_precedence(&self) -> bool {
+        self.steps > 0 && !self.is_awaited && !self.is_over
+    }
+
     /// Makes a page Done when nobody needs it any more.
     fn settle(&mut self, number: usize) {
         let page = &mut self.pages[number];
@@ -248,7 +309,13 @@ mod loom_tests {
 
         fn save(&self) -> usize {
             self.pages.plan(&vec![1; self.memory.len()]);
-            (0..self.memory.len()).filter(|&page| self.read(page)).count()
+            (0..self.memory.len())
+                .filter(|&page| {
+                    // As long as the step likes: nobody relies on the limit.
+                    self.pages.pause(Duration::MAX);
+                    self.read(page)
+                })
+                .count()
         }
 
         /// Reads one byte of a page; false if the snapshot was given up.
@@ -264,10 +331,12 @@ mod loom_tests {
         }
 
         fn step(&self) {
+            self.pages.begin_step();
             for page in 0..self.memory.len() {
                 self.copy(page, true);
                 self.memory[page].store(CHANGED, SeqCst);
             }
+            self.pages.end_step();
         }
 
         fn copy(&self, page: usize, waits: bool) {
@@ -306,6 +375,40 @@ mod loom_tests {
                 assert_eq!(world.free_blocks(), blocks, "every block is back");
             });
         }
+    }
+
+    /// The saver has the machine back when the step has ended, and not before.
+    #[test]
+    fn loom_pause_lasts_as_long_as_the_step() {
+        loom::model(|| {
+            let world = World::new(1, 1);
+            world.pages.begin_step();
+            let saving = beside(&world, |world| {
+                world.pages.pause(Duration::MAX);
+                assert_eq!(world.memory[0].load(SeqCst), CHANGED);
+            });
+            world.memory[0].store(CHANGED, SeqCst);
+            world.pages.end_step();
+            saving.join().unwrap();
+        });
+    }
+
+    /// Two steps, of two stores that share a snapshot: the saver that one of them needs does not give way to the other.
+    #[test]
+    fn loom_saver_that_is_needed_does_not_pause() {
+        model(3, || {
+            let world = World::new(2, 0);
+            let steps = [0, 1].map(|page| {
+                beside(&world, move |world| {
+                    world.pages.begin_step();
+                    world.copy(page, true);
+                    world.memory[page].store(CHANGED, SeqCst);
+                    world.pages.end_step();
+                })
+            });
+            assert_eq!(world.save(), 2);
+            steps.map(|step| step.join().unwrap());
+        });
     }
 
     /// A copier that runs ahead of the step takes part without harm.

@@ -2,10 +2,11 @@
 //!
 //! The protocol is in `pages.rs`. Here are the memory and the copies: the saver reads through [`Snapshot::read`], a step
 //! calls [`Snapshot::protect`] before it lets anything write, and [`Snapshot::copy_ahead`] copies in the time between two
-//! steps, in the order in which the next step will come, so that it need not.
+//! steps, in the order in which the next step will come, so that it need not. A step also says when it begins and ends,
+//! see [`Snapshot::step`], and the saver gives way to it: [`Snapshot::give_way`].
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use forebay_device::{Buffer, Region, file};
@@ -19,6 +20,12 @@ pub const PAGE_BYTES: u64 = 4 << 20;
 
 /// The most that a stream pauses after one piece.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+
+/// Of the time that a saver has worked, the most that it pauses for steps: what is left to it is a quarter or more.
+const PAUSE_PER_WORK: u32 = 3;
+
+/// And before it has worked at all.
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
 
 /// Blocks of earlier snapshots with the process that made them, kept for the next one: fresh memory may be slow to come
 /// by, above all on a virtual machine, and then a step would wait for it. Never more than the last snapshot was allowed.
@@ -55,6 +62,8 @@ pub struct SnapshotStats {
     pub stalls: u64,
     /// How long it waited in all.
     pub stall_ns: u64,
+    /// How often the saver gave way to a step.
+    pub pauses: u64,
 }
 
 /// A stretch of memory and the number of its first page.
@@ -190,14 +199,23 @@ impl Snapshot {
         self.pages.plan(&bytes);
     }
 
-    /// Hands the bytes of a region as they were at the moment of the snapshot to `look`, in order, a buffer at a time. A
-    /// disk may take its time with them: what is in the buffer no step waits for.
-    pub fn read(&self, region: &Region, buffer: &Buffer, mut look: impl FnMut(&Region) -> Result<()>) -> Result<()> {
+    /// Hands the bytes of a region as they were at the moment of the snapshot to `look`, in order, a piece at a time. A
+    /// disk may take its time with them: what is in the buffer no step waits for. The buffer is gone through round and
+    /// round, from byte `start` on, and no piece goes beyond its end.
+    pub fn read(
+        &self,
+        region: &Region,
+        buffer: &Buffer,
+        start: u64,
+        mut look: impl FnMut(&Region) -> Result<()>,
+    ) -> Result<()> {
+        let mut at = start;
         for part in self.parts(region) {
             let mut done = 0;
             while done < part.region.bytes() {
-                let bytes = (part.region.bytes() - done).min(buffer.bytes());
-                let piece = buffer.region(0, bytes)?;
+                at %= buffer.bytes();
+                let bytes = (part.region.bytes() - done).min(buffer.bytes() - at);
+                let piece = buffer.region(at, bytes)?;
                 let taken = match self.pages.begin_read(part.page) {
                     Source::Live => part.region.slice(done, bytes).map_err(Error::from),
                     Source::Copy(block) => match self.blocks[block].get() {
@@ -213,7 +231,7 @@ impl Snapshot {
                     return Err(self.given_up());
                 }
                 look(&piece)?;
-                done += bytes;
+                (done, at) = (done + bytes, at + bytes);
             }
         }
         Ok(())
@@ -281,6 +299,17 @@ impl Snapshot {
         }
     }
 
+    /// A step begins, and goes on until the value is dropped.
+    pub fn step(self: &Arc<Self>) -> Stepping {
+        self.pages.begin_step();
+        Stepping(self.clone())
+    }
+
+    /// Lets a step that is under way have the machine to itself, unless it waits for what is still to be written.
+    pub(super) fn give_way(&self, turn: &mut Turn) {
+        turn.paused += self.pages.pause(turn.allowance(turn.start.elapsed()));
+    }
+
     /// Ends it: nothing is kept any longer.
     pub fn finish(&self) {
         self.pages.finish();
@@ -309,12 +338,42 @@ impl Snapshot {
             block_bytes: self.taken_bytes.load(Relaxed),
             stalls: self.stalls.load(Relaxed),
             stall_ns: self.stall_ns.load(Relaxed),
+            pauses: self.pages.pauses(),
         }
     }
 }
 
 fn copy(from: &Region, to: &Region) -> Result<()> {
     file::copy(from, to).map_err(|error| super::file_error("copy", std::path::Path::new("memory"), &error))
+}
+
+/// A step under way, as far as a snapshot is concerned.
+#[derive(Debug)]
+pub struct Stepping(Arc<Snapshot>);
+
+impl Drop for Stepping {
+    fn drop(&mut self) {
+        self.0.pages.end_step();
+    }
+}
+
+/// How long one thread of a saver has been at it, and how much of that it gave way.
+#[derive(Debug)]
+pub(super) struct Turn {
+    start: Instant,
+    paused: Duration,
+}
+
+impl Turn {
+    pub(super) fn new() -> Self {
+        Self { start: Instant::now(), paused: Duration::ZERO }
+    }
+
+    /// How long it may pause now, so long after the start: a save must end, however closely step follows step.
+    fn allowance(&self, elapsed: Duration) -> Duration {
+        let worked = elapsed.saturating_sub(self.paused);
+        (worked * PAUSE_PER_WORK + FIRST_PAUSE).saturating_sub(self.paused)
+    }
 }
 
 /// Holds a stream of bytes to a rate.
@@ -350,6 +409,25 @@ mod tests {
     use super::*;
 
     const MB: u64 = 1_000_000;
+
+    /// Steps that follow each other without a gap leave a quarter of the time, and a saver that has worked long may pause
+    /// long.
+    #[test]
+    fn pauses_are_a_share_of_the_time() {
+        let (mut turn, mut clock) = (Turn { start: Instant::now(), paused: Duration::ZERO }, Duration::ZERO);
+        let mut worked = Duration::ZERO;
+        while clock < Duration::from_secs(1000) {
+            let pause = turn.allowance(clock);
+            let work = Duration::from_millis(7);
+            turn.paused += pause;
+            worked += work;
+            clock += pause + work;
+        }
+        let share = worked.as_secs_f64() / clock.as_secs_f64();
+        assert!((0.24..0.26).contains(&share), "{share}");
+        let turn = Turn { start: Instant::now(), paused: Duration::ZERO };
+        assert_eq!(turn.allowance(Duration::from_secs(2)), Duration::from_secs(7));
+    }
 
     /// A stream that takes no time of its own ends when its bytes over the rate have passed, whatever its pieces.
     #[test]

@@ -16,9 +16,9 @@ use serde_json::{Map, json};
 
 use super::folder::sync_folder;
 use super::manifest::FileRecord;
-use super::snapshot::{Pace, Snapshot};
+use super::snapshot::{Pace, Snapshot, Turn};
 use super::{BLOCK_BYTES, CACHED_BYTES, encode_header, file_error, refuse};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// By default a file is worth a thread from this size on.
 const FILE_BYTES: u64 = 64 << 20;
@@ -59,6 +59,9 @@ pub struct WriteOptions {
     pub bytes_per_s: Option<f64>,
     /// Whether the threads give way to others.
     pub gives_way: bool,
+    /// Whether to write past the system's cache where the file system can: no memory is taken for the cache, and no core's
+    /// time for copies into it, but what was saved is not in memory for whoever reads it next.
+    pub direct: bool,
     /// The device of entries that are not on the host, and the stream after whose present work they may be read.
     pub device: Option<(SharedDevice, Stream)>,
 }
@@ -73,6 +76,7 @@ impl Default for WriteOptions {
             snapshots: Vec::new(),
             bytes_per_s: None,
             gives_way: false,
+            direct: false,
             device: None,
         }
     }
@@ -257,20 +261,30 @@ fn write_file(
     written: &AtomicU64,
 ) -> Result<FileRecord> {
     let path = &plan.path;
-    let fail = |error: std::io::Error| file_error("write", path, &error);
-    let out = OpenOptions::new().write(true).create_new(true).open(path).map_err(fail)?;
+    let file = OpenOptions::new().write(true).create_new(true).open(path);
+    let file = file.map_err(|error| file_error("write", path, &error))?;
     let mut blocks = Vec::with_capacity(plan.bytes.div_ceil(options.block_bytes) as usize);
     let mut places = plan.entries.iter().filter(|(_, begin, end)| begin < end).peekable();
-    let mut pace = Pace::new(bytes_per_s);
+    let gathers = options.direct && file::bypass_cache(&file, true);
+    if buffer.is_none() && (gathers || !options.snapshots.is_empty()) {
+        *buffer = Some(Buffer::pageable(CACHED_BYTES)?);
+    }
+    let mut sink = Sink {
+        path,
+        file,
+        at: 0,
+        gathered: buffer.as_ref().filter(|_| gathers),
+        sum: crc32fast::Hasher::new(),
+        snapshots: &options.snapshots,
+        pace: Pace::new(bytes_per_s),
+        turn: Turn::new(),
+    };
     let mut start = 0;
     while start < plan.bytes {
         let end = (start + options.block_bytes).min(plan.bytes);
-        let mut sum = crc32fast::Hasher::new();
         let header = plan.header.len() as u64;
         if start < header {
-            let part = &plan.header[start as usize..header.min(end) as usize];
-            sum.update(part);
-            out.write_all_at(part, start).map_err(fail)?;
+            sink.put_bytes(&plan.header[start as usize..header.min(end) as usize])?;
         }
         while let Some(&&(index, begin, finish)) = places.peek() {
             if begin >= end {
@@ -291,41 +305,133 @@ fn write_file(
                 };
                 staging.bring(&part)?
             };
-            let mut done = 0;
-            let mut write = |part: &Region| -> Result<()> {
-                let mut start = 0;
-                while start < part.bytes() {
-                    let piece = part.slice(start, (part.bytes() - start).min(CACHED_BYTES))?;
-                    file::visit(&piece, |bytes| sum.update(bytes)).map_err(fail)?;
-                    file::write_at(&out, from + done, &piece).map_err(fail)?;
-                    pace.moved(piece.bytes());
-                    (start, done) = (start + piece.bytes(), done + piece.bytes());
-                }
-                Ok(())
-            };
-            match options.snapshots.iter().find(|snapshot| snapshot.covers(&part)) {
-                Some(snapshot) => {
-                    let buffer = match buffer {
-                        Some(buffer) => buffer,
-                        None => buffer.insert(Buffer::pageable(CACHED_BYTES)?),
-                    };
-                    snapshot.read(&part, buffer, &mut write)?;
-                }
-                None => write(&part)?,
+            match (options.snapshots.iter().find(|snapshot| snapshot.covers(&part)), &*buffer) {
+                (Some(snapshot), Some(buffer)) => snapshot.read(&part, buffer, from, |piece| sink.put(piece))?,
+                _ => sink.put_region(&part)?,
             }
             if finish > end {
                 break;
             }
             places.next();
         }
-        blocks.push(sum.finalize());
-        file::start_writeback(&out, start, end - start);
+        blocks.push(std::mem::take(&mut sink.sum).finalize());
+        file::start_writeback(&sink.file, start, end - start);
         written.fetch_add(end - start, Relaxed);
         start = end;
     }
-    out.sync_all().map_err(|error| file_error("sync", path, &error))?;
-    check_length(&out, plan)?;
+    let file = sink.finish()?;
+    file.sync_all().map_err(|error| file_error("sync", path, &error))?;
+    check_length(&file, plan)?;
     Ok(FileRecord { name: plan.name.clone(), bytes: plan.bytes, blocks })
+}
+
+/// A file on its way to the disk, from its first byte to its last.
+struct Sink<'a> {
+    path: &'a Path,
+    file: File,
+    /// Bytes so far.
+    at: u64,
+    /// Where bytes come together before they are written past the system's cache, which takes whole pages: byte `n` of the
+    /// file lies at `n` modulo the length.
+    gathered: Option<&'a Buffer>,
+    sum: crc32fast::Hasher,
+    snapshots: &'a [Arc<Snapshot>],
+    pace: Pace,
+    turn: Turn,
+}
+
+impl Sink<'_> {
+    /// Adds a piece. One that is gathered lies in its place already.
+    fn put(&mut self, piece: &Region) -> Result<()> {
+        self.snapshots.iter().for_each(|snapshot| snapshot.give_way(&mut self.turn));
+        file::visit(piece, |bytes| self.sum.update(bytes)).map_err(self.fail())?;
+        if self.gathered.is_none() {
+            file::write_at(&self.file, self.at, piece).map_err(self.fail())?;
+        }
+        self.at += piece.bytes();
+        if let Some(buffer) = self.gathered.filter(|buffer| self.at.is_multiple_of(buffer.bytes())) {
+            self.write_gathered(buffer, buffer.bytes())?;
+        }
+        self.pace.moved(piece.bytes());
+        Ok(())
+    }
+
+    /// Adds host memory from where it lies.
+    fn put_region(&mut self, part: &Region) -> Result<()> {
+        let mut done = 0;
+        while done < part.bytes() {
+            let piece = part.slice(done, (part.bytes() - done).min(self.room()))?;
+            match self.gathered {
+                None => self.put(&piece)?,
+                Some(buffer) => {
+                    let place = buffer.region(self.at % buffer.bytes(), piece.bytes())?;
+                    file::copy(&piece, &place).map_err(self.fail())?;
+                    self.put(&place)?;
+                }
+            }
+            done += piece.bytes();
+        }
+        Ok(())
+    }
+
+    fn put_bytes(&mut self, mut bytes: &[u8]) -> Result<()> {
+        while !bytes.is_empty() {
+            let (piece, rest) = bytes.split_at(bytes.len().min(self.room() as usize));
+            match self.gathered {
+                None => {
+                    self.sum.update(piece);
+                    self.file.write_all_at(piece, self.at).map_err(self.fail())?;
+                    self.at += piece.len() as u64;
+                }
+                Some(buffer) => {
+                    let place = buffer.region(self.at % buffer.bytes(), piece.len() as u64)?;
+                    file::fill(&place, piece).map_err(self.fail())?;
+                    self.put(&place)?;
+                }
+            }
+            bytes = rest;
+        }
+        Ok(())
+    }
+
+    /// The most that one piece may have.
+    fn room(&self) -> u64 {
+        CACHED_BYTES - self.gathered.map_or(0, |buffer| self.at % buffer.bytes())
+    }
+
+    /// Writes the last bytes, of which there are so many: whole pages past the cache, what is left through it.
+    fn write_gathered(&self, buffer: &Buffer, bytes: u64) -> Result<()> {
+        let (start, pages) = (self.at - bytes, bytes - bytes % file::DIRECT_BYTES);
+        let write = |from, to| -> Result<std::io::Result<()>> {
+            Ok(file::write_at(&self.file, start + from, &buffer.region(from, to - from)?))
+        };
+        let written = match write(0, pages)? {
+            // Some file systems find out only here; and a disk that is about to be full gives its true reason this way.
+            Err(error) if error.kind() == std::io::ErrorKind::InvalidInput => {
+                file::bypass_cache(&self.file, false);
+                write(0, pages)?
+            }
+            outcome => outcome,
+        };
+        written.map_err(self.fail())?;
+        if pages < bytes {
+            file::bypass_cache(&self.file, false);
+            write(pages, bytes)?.map_err(self.fail())?;
+        }
+        Ok(())
+    }
+
+    fn finish(self) -> Result<File> {
+        if let Some(buffer) = self.gathered {
+            let left = self.at % buffer.bytes();
+            self.write_gathered(buffer, left)?;
+        }
+        Ok(self.file)
+    }
+
+    fn fail(&self) -> impl Fn(std::io::Error) -> Error + '_ {
+        |error| file_error("write", self.path, &error)
+    }
 }
 
 fn check_length(out: &File, plan: &Plan) -> Result<()> {

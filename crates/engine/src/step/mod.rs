@@ -115,6 +115,7 @@ impl StreamedAdamW {
     /// most as many stores as there are slots are then still under way.
     pub fn step(&self, tensors: &[Binding], inputs: &StepInputs<'_>, compute: &Stream) -> Result<()> {
         self.check(tensors, inputs)?;
+        let _stepping = self.state.stepping();
         self.pipeline.begin()?;
         self.run(tensors, inputs, compute)
     }

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use forebay_device::{Region, SharedDevice, Slab};
 
-use crate::checkpoint::Snapshot;
+use crate::checkpoint::{Snapshot, Stepping};
 use crate::error::{Error, Result};
 use crate::plan::{ALIGN_ELEMENTS, Chunk, HOST_OPERANDS, STATE_BYTES, Segment, StateKind, StepPlan};
 use crate::pool::{Lease, Pool};
@@ -67,6 +67,12 @@ impl HostState {
     /// Keeps a snapshot in mind: from now on chunks are protected before they change.
     pub fn keep(&self, snapshot: &Arc<Snapshot>) {
         *self.snapshot.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(snapshot);
+    }
+
+    /// Tells a save under way that a step begins; it ends when the value is dropped.
+    pub fn stepping(&self) -> Option<Stepping> {
+        let snapshot = self.snapshot.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
+        snapshot.map(|snapshot| snapshot.step())
     }
 
     /// Returns when regions of this state may be written, as far as a save under way is concerned.
