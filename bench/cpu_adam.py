@@ -36,6 +36,8 @@ GB = 1e9
 BYTES = {"f32": 28, "bf16": 30}
 # "auto" needs six steps to settle.
 STEPS, WARMUP, SETTLING = 5, 2, 7
+# Longer than libgomp's threads spin after a parallel region.
+PAUSE_S = 0.03
 
 
 def parse() -> argparse.Namespace:
@@ -58,10 +60,15 @@ def parse() -> argparse.Namespace:
 
 
 def in_turns(contestants: dict[str, Callable[[], Any]], repetitions: int) -> dict[str, list[float]]:
-    """Return the times of each, after one that does not count."""
+    """Return the times of each, after one that does not count.
+
+    torch's threads go on spinning for some milliseconds after their work, on cores that the next in turn needs. Each
+    begins only when they are asleep.
+    """
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for repetition in range(repetitions + 1):
         for name, run in contestants.items():
+            time.sleep(PAUSE_S)
             start = time.perf_counter()
             run()
             if repetition:

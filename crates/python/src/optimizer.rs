@@ -450,11 +450,11 @@ impl Engine {
     }
 
     /// The host's part of the last step: threads, chunks, state_bytes, down_bytes, up_bytes, run_ns, wire_wait_ns,
-    /// update_wait_ns. Zeros where it has none.
+    /// update_wait_ns, and the time of the device's part. Zeros where it has none.
     fn host_stats(&self) -> Vec<u64> {
         let inner = self.lock();
-        let Some(lane) = inner.hybrid.as_ref().map(Hybrid::lane) else { return vec![0; 8] };
-        let stats = lane.stats();
+        let Some(hybrid) = &inner.hybrid else { return vec![0; 9] };
+        let (lane, stats) = (hybrid.lane(), hybrid.lane().stats());
         vec![
             lane.threads().threads() as u64,
             stats.chunks,
@@ -464,6 +464,7 @@ impl Engine {
             stats.run_ns,
             stats.wire_wait_ns,
             stats.update_wait_ns,
+            hybrid.device_ns(),
         ]
     }
 

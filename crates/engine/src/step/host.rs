@@ -13,6 +13,8 @@
 //! - the host waits for the way down, then for its threads, then submits the way up;
 //! - the caller's stream waits for the last way up, so what it does after the step sees the new weights.
 //!
+//! Beside a streamed half, D is its store stream and U its fetch stream; see [Note: one queue for each way].
+//!
 //! A slot takes as many chunks in a row as its bytes hold: gradient and weight are fewer bytes than the state that a chunk
 //! is measured by, and few large copies keep a wire busier than many small ones.
 //!
@@ -48,8 +50,20 @@ fn depths(slots: usize) -> (usize, usize) {
         0..=2 => (0, 1),
         3 => (1, 1),
         4..=5 => (1, 2),
-        _ => (2, 2),
+        6..=7 => (2, 2),
+        _ => (3, 2),
     }
+}
+
+/// The streams of a step.
+///
+/// [Note: one queue for each way] A copy engine serves one stream for as long as that one has copies ready, and a streamed
+/// step always has stores ready where the wire is its limit. Gradients on a stream of their own then wait until the
+/// streamed half is done. In one stream copies run in the order in which they were submitted, so each half gets what it
+/// asks for: at most the streamed half's slots are ahead of a gradient.
+struct Ways<'a> {
+    down: &'a Stream,
+    up: &'a Stream,
 }
 
 /// Weights and gradients start at multiples of this in a slot: a line of the cache.
@@ -166,10 +180,11 @@ struct Passage<'a> {
 }
 
 impl HostLane {
-    /// Starts the threads and pins the ring: as many slots as there are in a plan, of twice its size.
+    /// Starts the threads and pins the ring: twice as many slots as there are in a plan, of its size. A slot spends most
+    /// of its time waiting, first for its turn on the way down and then on the way up.
     pub fn new(pool: &Pool, options: &HostOptions, slots: usize, slot_bytes: u64) -> Result<Self> {
-        let device = pool.device().clone();
-        let mut parts = vec![(2 * slot_bytes).next_multiple_of(ALIGN_BYTES); slots];
+        let (device, slots) = (pool.device().clone(), 2 * slots);
+        let mut parts = vec![slot_bytes.next_multiple_of(ALIGN_BYTES); slots];
         parts.push(2 * ALIGN_BYTES);
         let threads = HostThreads::new(options)?;
         let slab = pool.slab("host ring", &parts)?;
@@ -232,12 +247,21 @@ impl HostLane {
         Ok(self.device.synchronize(&self.flags_landed)?)
     }
 
-    /// Begins a step: what comes down waits for what the caller's stream was given so far.
-    pub(crate) fn begin(&self, inputs: &StepInputs<'_>, compute: &Stream) -> Result<()> {
+    /// The pipeline's streams where there is one, and else this lane's own.
+    fn ways<'a>(&'a self, pipeline: Option<&'a Pipeline>) -> Ways<'a> {
+        match pipeline {
+            Some(pipeline) => Ways { down: pipeline.store_stream(), up: pipeline.fetch_stream() },
+            None => Ways { down: &self.down, up: &self.up },
+        }
+    }
+
+    /// Begins a step: what comes down waits for what the caller's stream was given so far. What goes up need not: it is
+    /// submitted after what came down for it has been waited for.
+    pub(crate) fn begin(&self, inputs: &StepInputs<'_>, compute: &Stream, pipeline: Option<&Pipeline>) -> Result<()> {
         *lock(&self.stats) = HostStats::default();
         self.device.record(&self.ready, compute)?;
         self.device.wait(&self.down, &self.ready)?;
-        self.device.wait(&self.up, &self.ready)?;
+        self.device.wait(self.ways(pipeline).down, &self.ready)?;
         for (flag, home) in [&inputs.grad_scale, &inputs.skip].into_iter().zip(&self.flags) {
             if let Some(flag) = flag {
                 self.device.copy(&self.down, flag, home)?;
@@ -248,8 +272,8 @@ impl HostLane {
     }
 
     /// Ends a step: what the caller's stream is given from now on sees the new weights.
-    pub(crate) fn end(&self, compute: &Stream) -> Result<()> {
-        self.device.record(&self.ended, &self.up)?;
+    pub(crate) fn end(&self, compute: &Stream, pipeline: Option<&Pipeline>) -> Result<()> {
+        self.device.record(&self.ended, self.ways(pipeline).up)?;
         Ok(self.device.wait(compute, &self.ended)?)
     }
 
@@ -278,6 +302,7 @@ impl HostLane {
         let step = Step {
             scalars: inputs.scalars.into(),
             grad_scale: scale.unwrap_or(1.0),
+            ways: self.ways(pipeline),
             pipeline,
             landing: VecDeque::new(),
             updating: VecDeque::new(),
@@ -302,6 +327,7 @@ struct Step<'a> {
     lane: &'a HostLane,
     scalars: Arc<[AdamWScalars]>,
     grad_scale: f32,
+    ways: Ways<'a>,
     /// The streamed half of a hybrid step, whose stores into a chunk must have ended before the host updates it.
     pipeline: Option<&'a Pipeline>,
     landing: VecDeque<Passage<'a>>,
@@ -385,7 +411,7 @@ impl<'a> Step<'a> {
         }
         self.stats.down_bytes += pairs.iter().map(|(from, _)| from.bytes()).sum::<u64>();
         let landing = held.slot().landed.clone();
-        transfer(&self.lane.device, &self.lane.down, &pairs, &landing, &mut held.busy)?;
+        transfer(&self.lane.device, self.ways.down, &pairs, &landing, &mut held.busy)?;
         Ok(Passage { part, chunks, runs, held: Some(held) })
     }
 
@@ -458,7 +484,7 @@ impl<'a> Step<'a> {
         let sent = held.slot().sent.clone();
         // The way down has ended; from here on the slot is busy with the way up.
         held.busy = None;
-        transfer(&self.lane.device, &self.lane.up, &pairs, &sent, &mut held.busy)
+        transfer(&self.lane.device, self.ways.up, &pairs, &sent, &mut held.busy)
     }
 }
 
