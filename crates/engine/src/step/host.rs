@@ -25,6 +25,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::mpsc::Sender;
 use std::time::Instant;
 
 use forebay_device::arith::AdamWScalars;
@@ -277,31 +278,23 @@ impl HostLane {
         Ok(self.device.wait(compute, &self.ended)?)
     }
 
-    /// Updates the chunks that it can claim. Between [`Self::begin`] and [`Self::end`].
+    /// Updates the chunks that it can claim. Between [`Self::begin`] and [`Self::end`]. Lets go of `first` when its first
+    /// copies are submitted.
     pub(crate) fn run(
         &self,
         parts: &[Part<'_>],
         claims: &Claims,
         inputs: &StepInputs<'_>,
         pipeline: Option<&Pipeline>,
+        first: Option<Sender<()>>,
     ) -> Result<()> {
         let _entered = self.device.enter()?;
         let start = Instant::now();
-        self.device.synchronize(&self.flags_landed)?;
-        let flag = |given: &Option<Region>, home: &Region| -> Result<Option<f32>> {
-            Ok(match given {
-                Some(_) => super::read_f32(&self.device, home)?.first().copied(),
-                None => None,
-            })
-        };
-        let [scale, skip] = &self.flags;
-        let (scale, skip) = (flag(&inputs.grad_scale, scale)?, flag(&inputs.skip, skip)?);
-        if skip.is_some_and(|skip| skip != 0.0) {
-            return Ok(());
-        }
         let step = Step {
+            inputs,
             scalars: inputs.scalars.into(),
-            grad_scale: scale.unwrap_or(1.0),
+            flags: None,
+            first,
             ways: self.ways(pipeline),
             pipeline,
             landing: VecDeque::new(),
@@ -313,6 +306,20 @@ impl HostLane {
         *lock(&self.stats) = HostStats { run_ns: start.elapsed().as_nanos() as u64, ..stats };
         Ok(())
     }
+
+    /// Scale and skip of the step, once they have come down.
+    fn read_flags(&self, inputs: &StepInputs<'_>) -> Result<Flags> {
+        self.device.synchronize(&self.flags_landed)?;
+        let flag = |given: &Option<Region>, home: &Region| -> Result<Option<f32>> {
+            Ok(match given {
+                Some(_) => super::read_f32(&self.device, home)?.first().copied(),
+                None => None,
+            })
+        };
+        let [scale, skip] = &self.flags;
+        let (scale, skip) = (flag(&inputs.grad_scale, scale)?, flag(&inputs.skip, skip)?);
+        Ok(Flags { grad_scale: scale.unwrap_or(1.0), skip: skip.is_some_and(|skip| skip != 0.0) })
+    }
 }
 
 impl Drop for HostLane {
@@ -322,11 +329,21 @@ impl Drop for HostLane {
     }
 }
 
+/// What the device knows about a step and the host has to be told.
+#[derive(Clone, Copy)]
+struct Flags {
+    grad_scale: f32,
+    skip: bool,
+}
+
 /// The chunks under way in one step.
 struct Step<'a> {
     lane: &'a HostLane,
+    inputs: &'a StepInputs<'a>,
     scalars: Arc<[AdamWScalars]>,
-    grad_scale: f32,
+    /// Not known before the first update: copies set out without them.
+    flags: Option<Flags>,
+    first: Option<Sender<()>>,
     ways: Ways<'a>,
     /// The streamed half of a hybrid step, whose stores into a chunk must have ended before the host updates it.
     pipeline: Option<&'a Pipeline>,
@@ -355,7 +372,9 @@ impl<'a> Step<'a> {
             chunks.iter().map(bytes).sum::<u64>() <= capacity
                 && chunks.iter().all(|&chunk| all[chunk].bucket == all[chunks[0]].bucket)
         };
-        while let Some((part, chunks)) = claims.back(fits) {
+        while !self.flags.is_some_and(|flags| flags.skip)
+            && let Some((part, chunks)) = claims.back(fits)
+        {
             let part = parts[part];
             let passage = self.bring_down(part, &part.state.plan().chunks()[chunks])?;
             self.landing.push_back(passage);
@@ -368,6 +387,10 @@ impl<'a> Step<'a> {
     /// Starts and finishes the oldest chunks until no more than so many are left in each state.
     fn advance(&mut self, landing: usize, updating: usize) -> Result<()> {
         while self.landing.len() > landing {
+            if self.flags()?.skip {
+                self.landing.clear();
+                return Ok(());
+            }
             if let Some(passage) = self.landing.pop_front() {
                 let work = self.start(&passage)?;
                 self.updating.push_back((passage, work));
@@ -375,6 +398,14 @@ impl<'a> Step<'a> {
             self.finish_beyond(updating)?;
         }
         self.finish_beyond(updating)
+    }
+
+    fn flags(&mut self) -> Result<Flags> {
+        drop(self.first.take());
+        if self.flags.is_none() {
+            self.flags = Some(self.lane.read_flags(self.inputs)?);
+        }
+        Ok(self.flags.unwrap_or(Flags { grad_scale: 1.0, skip: false }))
     }
 
     fn finish_beyond(&mut self, updating: usize) -> Result<()> {
@@ -465,8 +496,8 @@ impl<'a> Step<'a> {
                 scalars: binding.scalars,
             });
         }
-        let scalars = self.scalars.clone();
-        let update = HostUpdate { segments, scalars, grad_scale: self.grad_scale, follow_weights: true };
+        let (scalars, grad_scale) = (self.scalars.clone(), self.flags()?.grad_scale);
+        let update = HostUpdate { segments, scalars, grad_scale, follow_weights: true };
         Ok(self.lane.device.update_on_host(&self.lane.threads, update)?)
     }
 

@@ -333,13 +333,18 @@ impl Hybrid {
             }
             outcome
         };
-        let host = || closing(self.lane.run(parts, claims, inputs, pipeline));
-        let Some(pipeline) = pipeline else { return host() };
+        let host = |first| closing(self.lane.run(parts, claims, inputs, pipeline, first));
+        let Some(pipeline) = pipeline else { return host(None) };
+        // The host's first gradients go before the device's first stores, which have a fetch to wait for: behind a ring
+        // full of stores they would keep the host's threads idle.
+        let (first, begun) = std::sync::mpsc::channel();
         // A trial's time includes the last stores, for which a step does not wait otherwise.
         let tries = self.tries();
         let device = || -> Result<()> {
             let _entered = pipeline.device().enter()?;
             let start = Instant::now();
+            // Ends when the sender is gone, which goes with its thread at the latest.
+            let _ = begun.recv();
             while let Some((part, chunk)) = claims.front() {
                 if let Some(streamed) = stores[part].streamed() {
                     streamed.run_chunk(chunk, parts[part].tensors, inputs, compute)?;
@@ -352,7 +357,8 @@ impl Hybrid {
             Ok(())
         };
         std::thread::scope(|scope| {
-            let driver = std::thread::Builder::new().name("forebay-host".to_owned()).spawn_scoped(scope, host);
+            let driver =
+                std::thread::Builder::new().name("forebay-host".to_owned()).spawn_scoped(scope, || host(Some(first)));
             let driver = driver.map_err(|error| {
                 Error::Device(forebay_device::Error::Os {
                     call: "thread spawn",
