@@ -514,20 +514,25 @@ impl Engine {
         })
     }
 
-    /// Read and write every byte of the state with the host's threads, changing none; returns bytes and seconds. This
-    /// is the pace that the memory allows.
-    fn touch_state(&self, py: Python<'_>) -> PyResult<(u64, f64)> {
+    /// Read and write every byte of the state, and of other memory on the host (address and bytes of each, whole words),
+    /// with the host's threads, changing none; returns bytes and seconds. This is the pace that the memory allows.
+    fn touch_state(&self, py: Python<'_>, others: Vec<(u64, u64)>) -> PyResult<(u64, f64)> {
         guard::run(py, || {
             let inner = self.open_inner()?;
             let Some(hybrid) = &inner.hybrid else { return Ok((0, 0.0)) };
-            let start = std::time::Instant::now();
-            let mut bytes = 0;
-            for store in &inner.stores {
-                let region = store.state().slab().buffer().all();
-                bytes += region.bytes();
-                hybrid.lane().threads().touch(&region)?.wait()?;
+            let keeper: Keeper = std::sync::Arc::new(());
+            let mut regions = Vec::new();
+            for (addr, bytes) in others {
+                regions.push(torch::host_region(addr, bytes, &keeper)?);
             }
-            Ok((bytes, start.elapsed().as_secs_f64()))
+            regions.extend(inner.stores.iter().map(|store| store.state().slab().buffer().all()));
+            let start = std::time::Instant::now();
+            let work: Vec<_> = regions
+                .iter()
+                .map(|region| hybrid.lane().threads().touch(region))
+                .collect::<std::result::Result<_, _>>()?;
+            work.into_iter().try_for_each(|work| work.wait())?;
+            Ok((regions.iter().map(|region| region.bytes()).sum(), start.elapsed().as_secs_f64()))
         })
     }
 

@@ -56,6 +56,9 @@ fn depths(slots: usize) -> (usize, usize) {
     }
 }
 
+/// How many times more chunks are taken at once where parameters lie on the host.
+const IN_PLACE: u64 = 16;
+
 /// The streams of a step.
 ///
 /// [Note: one queue for each way] A copy engine serves one stream for as long as that one has copies ready, and a streamed
@@ -367,10 +370,12 @@ impl<'a> Step<'a> {
         let (landing, updating) = depths(self.lane.slots.len());
         let capacity = self.lane.slots.first().map_or(0, |slot| slot.region.bytes());
         let fits = |part: usize, chunks: &[usize]| {
-            let all = parts[part].state.plan().chunks();
+            let plan = parts[part].state.plan();
+            let (all, bucket) = (plan.chunks(), plan.chunks()[chunks[0]].bucket);
             let bytes = |&chunk: &usize| operand_bytes(parts[part], &all[chunk]);
-            chunks.iter().map(bytes).sum::<u64>() <= capacity
-                && chunks.iter().all(|&chunk| all[chunk].bucket == all[chunks[0]].bucket)
+            // What stays where it is needs no slot; fewer and larger jobs then wake the driver less often.
+            let room = if plan.buckets()[bucket].on_host { IN_PLACE * capacity } else { capacity };
+            chunks.iter().map(bytes).sum::<u64>() <= room && chunks.iter().all(|&chunk| all[chunk].bucket == bucket)
         };
         while !self.flags.is_some_and(|flags| flags.skip)
             && let Some((part, chunks)) = claims.back(fits)

@@ -35,12 +35,14 @@ enum Trial {
     Stream,
     /// The host alone.
     Host,
+    /// The better one alone, once more.
+    Better,
     /// Both, with the share at which both ends of the trial before would have finished together.
     Balance,
 }
 
 /// What the first steps try. The very first makes pages, caches and clocks warm, and does not count.
-const TRIALS: [Trial; 6] = [Trial::Meet, Trial::Stream, Trial::Host, Trial::Meet, Trial::Balance, Trial::Balance];
+const TRIALS: [Trial; 6] = [Trial::Meet, Trial::Stream, Trial::Host, Trial::Meet, Trial::Balance, Trial::Better];
 
 /// Both must be faster than the better one alone by this much to be preferred: both at once also keep two busy.
 const PREFERENCE: f64 = 0.98;
@@ -48,6 +50,9 @@ const PREFERENCE: f64 = 0.98;
 /// The host takes no more than this part of what is left at a time. It has up to three takings in hand when the ends
 /// meet, so large ones would leave it working long after the device is done.
 const TAKEN_OF_LEFT: usize = 8;
+
+/// The host's takings grow from one chunk on, twice as many each time, but not for ever.
+const MOST_DOUBLINGS: usize = 10;
 
 /// The list of chunks of one step, taken from both ends.
 #[derive(Debug)]
@@ -70,7 +75,8 @@ struct Ends {
 }
 
 impl Claims {
-    fn new(order: Vec<(usize, usize, u64)>, share: HostShare) -> Self {
+    /// Where nothing comes down, the host need not begin with few chunks.
+    fn new(order: Vec<(usize, usize, u64)>, share: HostShare, in_place: bool) -> Self {
         let n = order.len();
         let (front_limit, back_limit) = match share {
             HostShare::Auto => (n, 0),
@@ -79,7 +85,16 @@ impl Claims {
                 (at, at)
             }
         };
-        Self { order, ends: Mutex::new(Ends { front: 0, front_limit, back: n, back_limit, takings: 0 }) }
+        Self {
+            order,
+            ends: Mutex::new(Ends {
+                front: 0,
+                front_limit,
+                back: n,
+                back_limit,
+                takings: if in_place { MOST_DOUBLINGS } else { 0 },
+            }),
+        }
     }
 
     /// The next chunk for the device.
@@ -100,7 +115,7 @@ impl Claims {
         let mut taken: Option<(usize, Range<usize>)> = None;
         let left = ends.back.saturating_sub(ends.back_limit.max(ends.front));
         let meets = ends.front_limit > ends.back_limit;
-        let most = if meets { left / TAKEN_OF_LEFT } else { left }.min(1 << ends.takings.min(10)).max(1);
+        let most = if meets { left / TAKEN_OF_LEFT } else { left }.min(1 << ends.takings.min(MOST_DOUBLINGS)).max(1);
         ends.takings += 1;
         while ends.back > ends.back_limit.max(ends.front) {
             if taken.as_ref().is_some_and(|(_, range)| range.len() >= most) {
@@ -180,24 +195,17 @@ struct Measured {
     device_ns: u64,
 }
 
+/// The fastest trial with one end alone, or with both. The very first does not count.
+fn fastest(tried: &[Tried], alone: bool) -> Tried {
+    let ends = |tried: &&Tried| (tried.fraction == 0.0 || tried.fraction == 1.0) == alone;
+    let found = tried.iter().skip(1).filter(ends).min_by(|a, b| a.seconds.total_cmp(&b.seconds));
+    found.copied().unwrap_or(Tried { seconds: f64::INFINITY, ..Tried::default() })
+}
+
 /// The best of all trials.
 fn choose(tried: &[Tried]) -> f64 {
-    let of = |wanted: &[Trial]| {
-        let all = TRIALS.iter().zip(tried).skip(1);
-        let found = all.filter(|(trial, _)| wanted.contains(trial)).map(|(_, tried)| *tried);
-        found
-            .min_by(|a, b| a.seconds.total_cmp(&b.seconds))
-            .unwrap_or(Tried { seconds: f64::INFINITY, ..Tried::default() })
-    };
-    let both = of(&[Trial::Meet, Trial::Balance]);
-    let (stream, host) = (of(&[Trial::Stream]).seconds, of(&[Trial::Host]).seconds);
-    if both.seconds < stream.min(host) * PREFERENCE {
-        both.fraction
-    } else if stream <= host {
-        0.0
-    } else {
-        1.0
-    }
+    let (both, alone) = (fastest(tried, false), fastest(tried, true));
+    if both.seconds < alone.seconds * PREFERENCE { both.fraction } else { alone.fraction }
 }
 
 /// A step on the host, or on host and device at once.
@@ -273,7 +281,8 @@ impl Hybrid {
             let bytes = plan.chunks().iter().map(|chunk| payload_bytes(plan, chunk, part.tensors));
             bytes.enumerate().filter(|&(_, bytes)| bytes > 0).map(move |(chunk, bytes)| (i, chunk, bytes))
         });
-        let claims = Claims::new(order.collect(), self.next_share(stores));
+        let in_place = stores.iter().all(|store| store.plan().buckets().iter().all(|bucket| bucket.on_host));
+        let claims = Claims::new(order.collect(), self.next_share(stores), in_place);
         let pipeline = stores.iter().find_map(|store| store.streamed()).map(|streamed| streamed.pipeline());
         let start = Instant::now();
         self.lane.begin(inputs, compute, pipeline)?;
@@ -295,6 +304,7 @@ impl Hybrid {
         match TRIALS.get(measured.tried.len()) {
             Some(Trial::Stream) => HostShare::Fixed(0.0),
             Some(Trial::Host) => HostShare::Fixed(1.0),
+            Some(Trial::Better) => HostShare::Fixed(fastest(&measured.tried, true).fraction),
             Some(Trial::Balance) => HostShare::Fixed(measured.tried.last().map_or(0.0, Tried::balanced)),
             _ => HostShare::Auto,
         }
@@ -403,7 +413,7 @@ mod tests {
         for share in [HostShare::Auto, HostShare::Fixed(0.3), HostShare::Fixed(0.0), HostShare::Fixed(1.0)] {
             let patterns = [[true; 8], [false; 8], [true, false, true, false, true, true, false, true]];
             for (pattern, room) in patterns.into_iter().flat_map(|pattern| [1, 2, 9].map(|room| (pattern, room))) {
-                let claims = Claims::new(order(&[1; 8]), share);
+                let claims = Claims::new(order(&[1; 8]), share, false);
                 let mut seen: Vec<usize> = Vec::new();
                 // In the pattern's order, then whatever is left on either side.
                 for front in pattern.into_iter().chain([true; 8]).chain([false; 8]) {
@@ -427,16 +437,22 @@ mod tests {
 
     #[test]
     fn the_best_of_the_trials_stays() {
-        // Meet, stream, host, meet, balance, balance: the first does not count.
+        let tried = |found: &[(f64, f64)]| -> Vec<Tried> {
+            found.iter().map(|&(fraction, seconds)| Tried { fraction, seconds, ..Tried::default() }).collect()
+        };
+        // Meet, stream, host, meet, balance, the better alone: the first does not count.
         let chosen = |stream: f64, host: f64| {
-            let found = [(0.9, 1.0), (0.0, stream), (1.0, host), (0.3, 7.0), (0.4, 6.0), (0.5, 6.5)];
-            choose(&found.map(|(fraction, seconds)| Tried { fraction, seconds, ..Tried::default() }))
+            let better = if stream <= host { (0.0, stream) } else { (1.0, host) };
+            choose(&tried(&[(0.9, 1.0), (0.0, stream), (1.0, host), (0.3, 7.0), (0.4, 6.0), better]))
         };
         assert_eq!(chosen(9.0, 8.0), 0.4);
         assert_eq!(chosen(4.0, 8.0), 0.0);
         assert_eq!(chosen(9.0, 4.0), 1.0);
         assert_eq!((chosen(4.0, 3.0), chosen(3.0, 4.0)), (1.0, 0.0));
         assert_eq!(chosen(6.01, 7.0), 0.0, "a hair's breadth does not count");
+        let again = tried(&[(0.9, 1.0), (0.0, 8.0), (1.0, 9.0), (0.3, 7.0), (0.4, 6.0), (0.0, 5.0)]);
+        assert_eq!(choose(&again), 0.0, "the second look at the better one counts");
+        assert_eq!(fastest(&again[..3], true).fraction, 0.0);
     }
 
     #[test]
@@ -452,7 +468,7 @@ mod tests {
 
     #[test]
     fn a_closed_list_gives_nothing() {
-        let claims = Claims::new(order(&[1; 8]), HostShare::Auto);
+        let claims = Claims::new(order(&[1; 8]), HostShare::Auto, false);
         assert!(claims.front().is_some() && claims.back(|_, _| false).is_some());
         claims.close();
         assert!(claims.front().is_none() && claims.back(|_, _| true).is_none());
@@ -462,7 +478,7 @@ mod tests {
     fn the_host_takes_chunks_of_one_part_in_a_row() {
         // Chunk 1 of the second part has no gradients, so the others do not follow each other.
         let chunks = vec![(0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 2, 1), (1, 3, 1)];
-        let claims = Claims::new(chunks, HostShare::Fixed(1.0));
+        let claims = Claims::new(chunks, HostShare::Fixed(1.0), false);
         let taken: Vec<_> = std::iter::from_fn(|| claims.back(|_, _| true)).collect();
         assert_eq!(taken, [(1, 3..4), (1, 2..3), (1, 0..1), (0, 0..2)]);
     }
@@ -470,7 +486,7 @@ mod tests {
     #[test]
     fn the_host_takes_few_chunks_at_first_and_at_last() {
         let takings = |share| {
-            let claims = Claims::new(order(&[1; 200]), share);
+            let claims = Claims::new(order(&[1; 200]), share, false);
             std::iter::from_fn(|| claims.back(|_, chunks| chunks.len() <= 6)).map(|(_, chunks)| chunks.len()).collect()
         };
         let shared: Vec<usize> = takings(HostShare::Auto);
