@@ -585,8 +585,8 @@ class AdamW(torch.optim.Optimizer):
         """Return the host's part of the last step; nothing for placements in which it has none."""
         if not self._options.updates_on_host:
             return {}
-        numbers = self._engine.host_stats() if self._engine is not None else [0] * 8
-        threads, chunks, state_bytes, down_bytes, up_bytes, run_ns, wire_wait_ns, update_wait_ns = numbers
+        numbers = self._engine.host_stats() if self._engine is not None else [0] * 9
+        threads, chunks, state_bytes, down_bytes, up_bytes, run_ns, wire_wait_ns, update_wait_ns, device_ns = numbers
         last, settled = self._engine.host_fractions() if self._engine is not None else (0.0, None)
         return {
             "host_fraction": last,
@@ -599,6 +599,7 @@ class AdamW(torch.optim.Optimizer):
             "host_s": run_ns / 1e9,
             "host_wire_wait_s": wire_wait_ns / 1e9,
             "host_update_wait_s": update_wait_ns / 1e9,
+            "device_s": device_ns / 1e9,
         }
 
     def last_backward(self) -> AbstractContextManager[None]:

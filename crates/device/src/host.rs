@@ -1,8 +1,8 @@
 //! The host's own threads: AdamW on host memory, next to whatever the device does.
 //!
-//! A pool is made once and serves any number of devices' memory. Work is cut by bytes into shares of about
-//! [`SHARE_ELEMENTS`] elements, whatever the tensors' sizes, and the threads take share after share, from one piece of
-//! work on to the next without meeting in between. Threads sleep while there is nothing to do, and are bound to no core:
+//! A pool is made once and serves any number of devices' memory. Work is cut by bytes into shares of
+//! [`SHARE_ELEMENTS`] elements or more, whatever the tensors' sizes, and the threads take share after share, from one
+//! piece of work on to the next without meeting in between. Threads sleep while there is nothing to do, and are bound to no core:
 //! torch has threads of its own, and the system knows best who runs where.
 
 use std::collections::VecDeque;
@@ -18,8 +18,16 @@ use crate::error::{Error, Result};
 use crate::kernel::AdamWSegment;
 use crate::memory::{DeviceId, Region, check_home, fresh_key};
 
-/// Elements of one share: small enough that the threads end together, large enough that taking one costs nothing.
+/// Elements of the smallest share: small enough that the threads end together, large enough that taking one costs nothing.
 const SHARE_ELEMENTS: usize = 32 << 10;
+
+/// Elements of the largest one. A core has to find its streams anew in every share.
+const MOST_SHARE_ELEMENTS: usize = 256 << 10;
+
+/// Elements of the next share, when so many are left for so many threads: large at first, small at last.
+fn share_elements(left: usize, threads: usize) -> usize {
+    (left / (4 * threads.max(1))).clamp(SHARE_ELEMENTS, MOST_SHARE_ELEMENTS)
+}
 
 /// Cuts inside a tensor fall on multiples of this, so that every share starts aligned as its tensor does.
 const CUT_ELEMENTS: usize = 64;
@@ -230,17 +238,20 @@ impl HostThreads {
         }
         let (mut pieces, mut shares) = (Vec::new(), Vec::new());
         let (mut first, mut elements) = (0, 0);
+        let mut left: usize = update.segments.iter().map(|segment| segment.elements() as usize).sum();
+        let mut share = share_elements(left, self.threads());
         for (segment, of) in update.segments.iter().enumerate() {
             let (mut start, end) = (0, of.elements() as usize);
             while start < end {
-                let room = (SHARE_ELEMENTS - elements).next_multiple_of(CUT_ELEMENTS);
+                let room = (share - elements).next_multiple_of(CUT_ELEMENTS);
                 let stop = end.min(start + room);
                 pieces.push(Piece { segment, range: start..stop });
                 elements += stop - start;
                 start = stop;
-                if elements >= SHARE_ELEMENTS {
+                if elements >= share {
                     shares.push(first..pieces.len());
-                    (first, elements) = (pieces.len(), 0);
+                    left -= elements;
+                    (first, elements, share) = (pieces.len(), 0, share_elements(left, self.threads()));
                 }
             }
         }
@@ -414,6 +425,14 @@ mod tests {
             );
         }
         assert!(refused(&HostOptions { threads: None, kernel: Some("mmx".to_owned()) }).contains("host_kernel: mmx"));
+    }
+
+    #[test]
+    fn shares_are_large_at_first_and_small_at_last() {
+        assert_eq!(share_elements(1 << 30, 16), MOST_SHARE_ELEMENTS);
+        assert_eq!(share_elements(1 << 20, 2), 1 << 17);
+        assert_eq!(share_elements(1 << 20, 16), SHARE_ELEMENTS);
+        assert_eq!(share_elements(0, 2), SHARE_ELEMENTS);
     }
 
     #[test]

@@ -13,10 +13,10 @@ pub(crate) fn check_host(py: Python<'_>, threads: Option<usize>, kernel: Option<
     guard::run(py, || Ok(HostOptions { threads, kernel }.check()?))
 }
 
-/// Run the step at every placement over made-up bf16 parameters, in turns; JSON text. On the CPU backend the link may be
-/// given a rate.
+/// Run the step at every placement over made-up bf16 parameters, in turns, and at fixed shares of the host where asked
+/// for; JSON text. On the CPU backend the link may be given a rate.
 #[pyfunction]
-#[pyo3(signature = (device, link_gbps, params, host_threads, host_kernel, slots, chunk_bytes, rounds))]
+#[pyo3(signature = (device, link_gbps, params, host_threads, host_kernel, slots, chunk_bytes, rounds, fractions=Vec::new()))]
 #[expect(clippy::too_many_arguments, reason = "numbers cross the border, not objects")]
 pub(crate) fn bench_placements(
     py: Python<'_>,
@@ -28,6 +28,7 @@ pub(crate) fn bench_placements(
     slots: usize,
     chunk_bytes: u64,
     rounds: usize,
+    fractions: Vec<f64>,
 ) -> PyResult<String> {
     guard::run(py, || {
         let device: SharedDevice = match link_gbps {
@@ -39,7 +40,8 @@ pub(crate) fn bench_placements(
             }
         };
         let host = HostOptions { threads: host_threads, kernel: host_kernel };
-        let found = bench(&device, &PlacementsOptions { params, host, slots, slot_bytes: chunk_bytes, rounds })?;
+        let options = PlacementsOptions { params, host, slots, slot_bytes: chunk_bytes, rounds, fractions };
+        let found = bench(&device, &options)?;
         Ok(serde_json::to_string(&found).unwrap_or_else(|error| format!("{{\"error\": \"{error}\"}}")))
     })
 }

@@ -434,11 +434,11 @@ impl Engine {
     }
 
     /// The host's part of the last step: threads, chunks, state_bytes, down_bytes, up_bytes, run_ns, wire_wait_ns,
-    /// update_wait_ns. Zeros where it has none.
+    /// update_wait_ns, and the time of the device's part. Zeros where it has none.
     fn host_stats(&self) -> Vec<u64> {
         let inner = self.lock();
-        let Some(lane) = inner.hybrid.as_ref().map(Hybrid::lane) else { return vec![0; 8] };
-        let stats = lane.stats();
+        let Some(hybrid) = &inner.hybrid else { return vec![0; 9] };
+        let (lane, stats) = (hybrid.lane(), hybrid.lane().stats());
         vec![
             lane.threads().threads() as u64,
             stats.chunks,
@@ -448,6 +448,7 @@ impl Engine {
             stats.run_ns,
             stats.wire_wait_ns,
             stats.update_wait_ns,
+            hybrid.device_ns(),
         ]
     }
 
@@ -497,20 +498,25 @@ impl Engine {
         })
     }
 
-    /// Read and write every byte of the state with the host's threads, changing none; returns bytes and seconds. This
-    /// is the pace that the memory allows.
-    fn touch_state(&self, py: Python<'_>) -> PyResult<(u64, f64)> {
+    /// Read and write every byte of the state, and of other memory on the host (address and bytes of each, whole words),
+    /// with the host's threads, changing none; returns bytes and seconds. This is the pace that the memory allows.
+    fn touch_state(&self, py: Python<'_>, others: Vec<(u64, u64)>) -> PyResult<(u64, f64)> {
         guard::run(py, || {
             let inner = self.open_inner()?;
             let Some(hybrid) = &inner.hybrid else { return Ok((0, 0.0)) };
-            let start = std::time::Instant::now();
-            let mut bytes = 0;
-            for store in &inner.stores {
-                let region = store.state().slab().buffer().all();
-                bytes += region.bytes();
-                hybrid.lane().threads().touch(&region)?.wait()?;
+            let keeper: Keeper = std::sync::Arc::new(());
+            let mut regions = Vec::new();
+            for (addr, bytes) in others {
+                regions.push(torch::host_region(addr, bytes, &keeper)?);
             }
-            Ok((bytes, start.elapsed().as_secs_f64()))
+            regions.extend(inner.stores.iter().map(|store| store.state().slab().buffer().all()));
+            let start = std::time::Instant::now();
+            let work: Vec<_> = regions
+                .iter()
+                .map(|region| hybrid.lane().threads().touch(region))
+                .collect::<std::result::Result<_, _>>()?;
+            work.into_iter().try_for_each(|work| work.wait())?;
+            Ok((regions.iter().map(|region| region.bytes()).sum(), start.elapsed().as_secs_f64()))
         })
     }
 

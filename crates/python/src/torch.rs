@@ -34,8 +34,9 @@ pub(crate) fn region(device: &SharedDevice, addr: u64, bytes: u64, place: Place,
 
 /// Names a tensor's memory on the host, for files.
 pub(crate) fn host_region(addr: u64, bytes: u64, keeper: &Keeper) -> Result<Region> {
-    // SAFETY: `checkpoint.py` takes address and length from one tensor on the CPU that it holds for the whole call, and
-    // the call returns only when no thread of its own uses the memory any more.
+    // SAFETY: `checkpoint.py` (and `bench/cpu_adam.py`, which touches memory) takes address and length from one tensor on
+    // the CPU that it holds for the whole call, and the call returns only when no thread of its own uses the memory any
+    // more.
     let buffer = unsafe { Buffer::borrow_host(addr as usize, bytes, keeper.clone()) }?;
     Ok(buffer.into_region())
 }

@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::{Model, finish, median};
 use crate::error::Result;
-use crate::pipeline::Pipeline;
+use crate::pipeline::{Pipeline, RunStats};
 use crate::plan::{PlanOptions, StateKind, StepPlan, TensorSpec};
 use crate::pool::Pool;
 use crate::step::{Binding, HostShare, HostState, HostStats, Hybrid, PlacedAdamW, StepInputs};
@@ -27,13 +27,15 @@ pub struct PlacementsOptions {
     pub slot_bytes: u64,
     /// Rounds to time, each with one step at every placement.
     pub rounds: usize,
+    /// Fixed shares of the host to run as well.
+    pub fractions: Vec<f64>,
 }
 
 /// One placement.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct PlacementRow {
-    /// `stream`, `host` or `hybrid`.
-    pub placement: &'static str,
+    /// `stream`, `host`, `hybrid`, or `hybrid` and a fixed share.
+    pub placement: String,
     /// Times of the steps, each until everything had ended.
     pub step_s: Vec<f64>,
     /// Their middle.
@@ -44,6 +46,10 @@ pub struct PlacementRow {
     pub host_fraction: f64,
     /// What the host did in the last step.
     pub host: HostStats,
+    /// When the device's end had submitted its last chunk; [`HostStats::run_ns`] is the other end.
+    pub device_ns: u64,
+    /// What the pipeline did; nothing on the host alone.
+    pub streamed: Option<RunStats>,
 }
 
 /// All placements.
@@ -67,7 +73,7 @@ pub struct Placements {
 const WARMUP: usize = 7;
 
 struct Contestant {
-    placement: &'static str,
+    placement: String,
     params: Buffer,
     bindings: Vec<Vec<Binding>>,
     stores: Vec<PlacedAdamW>,
@@ -79,21 +85,23 @@ struct Contestant {
 impl Contestant {
     fn new(
         pool: &Pool,
-        placement: &'static str,
+        share: Option<HostShare>,
         plan: &Arc<StepPlan>,
         grads: &Buffer,
         options: &PlacementsOptions,
     ) -> Result<Self> {
-        let share = match placement {
-            "stream" => HostShare::Fixed(0.0),
-            "host" => HostShare::Fixed(1.0),
-            _ => HostShare::Auto,
-        };
         let (slots, slot_bytes) = (options.slots, options.slot_bytes);
-        let pipeline = match placement {
-            "host" => None,
-            _ => Some(Arc::new(Pipeline::new(pool, slots, slot_bytes)?)),
+        let pipeline = match share {
+            None => None,
+            Some(_) => Some(Arc::new(Pipeline::new(pool, slots, slot_bytes)?)),
         };
+        let placement = match share {
+            None => "host".to_owned(),
+            Some(HostShare::Fixed(0.0)) => "stream".to_owned(),
+            Some(HostShare::Fixed(fraction)) => format!("hybrid {fraction}"),
+            Some(HostShare::Auto) => "hybrid".to_owned(),
+        };
+        let share = share.unwrap_or(HostShare::Fixed(1.0));
         let params = pool.device().alloc(plan.elements() * 2)?;
         let mut offset = 0;
         let mut bindings = Vec::with_capacity(plan.tensors().len());
@@ -122,6 +130,7 @@ impl Contestant {
     fn step(&mut self, device: &SharedDevice, t: u64, compute: &Stream) -> Result<()> {
         let scalars = [AdamWHyper::default().at_step(t)];
         let inputs = StepInputs { scalars: &scalars, ..StepInputs::default() };
+        self.pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.begin())?;
         let start = Instant::now();
         self.hybrid.run(&self.stores, &self.bindings, &[], &inputs, compute)?;
         self.pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain())?;
@@ -146,9 +155,11 @@ pub fn bench_placements(device: &SharedDevice, options: &PlacementsOptions) -> R
     // The upper halves of numbers around 1, so that no element is subnormal, whichever half is read.
     let grads = device.alloc(plan.elements() * 2)?;
     device.launch(&compute, &Kernel::Fill { dst: grads.all(), byte: 0x3c })?;
-    let mut all = ["stream", "host", "hybrid"]
+    let fixed = options.fractions.iter().map(|&fraction| Some(HostShare::Fixed(fraction)));
+    let mut all = [Some(HostShare::Fixed(0.0)), None, Some(HostShare::Auto)]
         .into_iter()
-        .map(|placement| Contestant::new(&pool, placement, &plan, &grads, options))
+        .chain(fixed)
+        .map(|share| Contestant::new(&pool, share, &plan, &grads, options))
         .collect::<Result<Vec<_>>>()?;
     for contestant in &all {
         device.launch(&compute, &Kernel::Fill { dst: contestant.params.all(), byte: 0x3f })?;
@@ -166,11 +177,13 @@ pub fn bench_placements(device: &SharedDevice, options: &PlacementsOptions) -> R
             let step_s = contestant.step_s[WARMUP..].to_vec();
             let median_step_s = median(&step_s);
             PlacementRow {
-                placement: contestant.placement,
+                placement: contestant.placement.clone(),
                 median_step_s,
                 gparam_per_s: plan.elements() as f64 / median_step_s / 1e9,
                 host_fraction: contestant.hybrid.last_fraction(),
                 host: contestant.hybrid.lane().stats(),
+                device_ns: contestant.hybrid.device_ns(),
+                streamed: contestant.pipeline.as_ref().map(|pipeline| pipeline.stats()),
                 step_s,
             }
         })
@@ -217,10 +230,12 @@ mod tests {
             slots: 3,
             slot_bytes: 64 << 10,
             rounds: 2,
+            fractions: vec![0.5],
         };
         let found = bench_placements(&device, &options).unwrap();
         assert_eq!(found.differing, 0);
-        assert_eq!(found.rows.iter().map(|row| row.placement).collect::<Vec<_>>(), ["stream", "host", "hybrid"]);
+        let names: Vec<&str> = found.rows.iter().map(|row| row.placement.as_str()).collect();
+        assert_eq!(names, ["stream", "host", "hybrid", "hybrid 0.5"]);
         assert!(found.rows.iter().all(|row| row.step_s.len() == 2 && row.median_step_s > 0.0));
         assert_eq!((found.rows[0].host_fraction, found.rows[1].host_fraction), (0.0, 1.0));
     }

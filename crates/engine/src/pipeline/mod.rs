@@ -212,6 +212,16 @@ impl Pipeline {
         &self.shared.device
     }
 
+    /// Where it fetches, for others who copy the same way at the same time.
+    pub(crate) fn fetch_stream(&self) -> &Stream {
+        &self.fetch
+    }
+
+    /// Where it stores, likewise.
+    pub(crate) fn store_stream(&self) -> &Stream {
+        &self.store
+    }
+
     /// Slots that nobody owns; all of them between runs.
     pub fn idle_slots(&self) -> usize {
         self.shared.ring.idle()

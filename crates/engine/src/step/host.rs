@@ -13,6 +13,8 @@
 //! - the host waits for the way down, then for its threads, then submits the way up;
 //! - the caller's stream waits for the last way up, so what it does after the step sees the new weights.
 //!
+//! Beside a streamed half, D is its store stream and U its fetch stream; see [Note: one queue for each way].
+//!
 //! A slot takes as many chunks in a row as its bytes hold: gradient and weight are fewer bytes than the state that a chunk
 //! is measured by, and few large copies keep a wire busier than many small ones.
 //!
@@ -23,6 +25,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::mpsc::Sender;
 use std::time::Instant;
 
 use forebay_device::arith::AdamWScalars;
@@ -48,8 +51,23 @@ fn depths(slots: usize) -> (usize, usize) {
         0..=2 => (0, 1),
         3 => (1, 1),
         4..=5 => (1, 2),
-        _ => (2, 2),
+        6..=7 => (2, 2),
+        _ => (3, 2),
     }
+}
+
+/// How many times more chunks are taken at once where parameters lie on the host.
+const IN_PLACE: u64 = 16;
+
+/// The streams of a step.
+///
+/// [Note: one queue for each way] A copy engine serves one stream for as long as that one has copies ready, and a streamed
+/// step always has stores ready where the wire is its limit. Gradients on a stream of their own then wait until the
+/// streamed half is done. In one stream copies run in the order in which they were submitted, so each half gets what it
+/// asks for: at most the streamed half's slots are ahead of a gradient.
+struct Ways<'a> {
+    down: &'a Stream,
+    up: &'a Stream,
 }
 
 /// Weights and gradients start at multiples of this in a slot: a line of the cache.
@@ -166,10 +184,11 @@ struct Passage<'a> {
 }
 
 impl HostLane {
-    /// Starts the threads and pins the ring: as many slots as there are in a plan, of twice its size.
+    /// Starts the threads and pins the ring: twice as many slots as there are in a plan, of its size. A slot spends most
+    /// of its time waiting, first for its turn on the way down and then on the way up.
     pub fn new(pool: &Pool, options: &HostOptions, slots: usize, slot_bytes: u64) -> Result<Self> {
-        let device = pool.device().clone();
-        let mut parts = vec![(2 * slot_bytes).next_multiple_of(ALIGN_BYTES); slots];
+        let (device, slots) = (pool.device().clone(), 2 * slots);
+        let mut parts = vec![slot_bytes.next_multiple_of(ALIGN_BYTES); slots];
         parts.push(2 * ALIGN_BYTES);
         let threads = HostThreads::new(options)?;
         let slab = pool.slab("host ring", &parts)?;
@@ -232,12 +251,21 @@ impl HostLane {
         Ok(self.device.synchronize(&self.flags_landed)?)
     }
 
-    /// Begins a step: what comes down waits for what the caller's stream was given so far.
-    pub(crate) fn begin(&self, inputs: &StepInputs<'_>, compute: &Stream) -> Result<()> {
+    /// The pipeline's streams where there is one, and else this lane's own.
+    fn ways<'a>(&'a self, pipeline: Option<&'a Pipeline>) -> Ways<'a> {
+        match pipeline {
+            Some(pipeline) => Ways { down: pipeline.store_stream(), up: pipeline.fetch_stream() },
+            None => Ways { down: &self.down, up: &self.up },
+        }
+    }
+
+    /// Begins a step: what comes down waits for what the caller's stream was given so far. What goes up need not: it is
+    /// submitted after what came down for it has been waited for.
+    pub(crate) fn begin(&self, inputs: &StepInputs<'_>, compute: &Stream, pipeline: Option<&Pipeline>) -> Result<()> {
         *lock(&self.stats) = HostStats::default();
         self.device.record(&self.ready, compute)?;
         self.device.wait(&self.down, &self.ready)?;
-        self.device.wait(&self.up, &self.ready)?;
+        self.device.wait(self.ways(pipeline).down, &self.ready)?;
         for (flag, home) in [&inputs.grad_scale, &inputs.skip].into_iter().zip(&self.flags) {
             if let Some(flag) = flag {
                 self.device.copy(&self.down, flag, home)?;
@@ -248,36 +276,29 @@ impl HostLane {
     }
 
     /// Ends a step: what the caller's stream is given from now on sees the new weights.
-    pub(crate) fn end(&self, compute: &Stream) -> Result<()> {
-        self.device.record(&self.ended, &self.up)?;
+    pub(crate) fn end(&self, compute: &Stream, pipeline: Option<&Pipeline>) -> Result<()> {
+        self.device.record(&self.ended, self.ways(pipeline).up)?;
         Ok(self.device.wait(compute, &self.ended)?)
     }
 
-    /// Updates the chunks that it can claim. Between [`Self::begin`] and [`Self::end`].
+    /// Updates the chunks that it can claim. Between [`Self::begin`] and [`Self::end`]. Lets go of `first` when its first
+    /// copies are submitted.
     pub(crate) fn run(
         &self,
         parts: &[Part<'_>],
         claims: &Claims,
         inputs: &StepInputs<'_>,
         pipeline: Option<&Pipeline>,
+        first: Option<Sender<()>>,
     ) -> Result<()> {
         let _entered = self.device.enter()?;
         let start = Instant::now();
-        self.device.synchronize(&self.flags_landed)?;
-        let flag = |given: &Option<Region>, home: &Region| -> Result<Option<f32>> {
-            Ok(match given {
-                Some(_) => super::read_f32(&self.device, home)?.first().copied(),
-                None => None,
-            })
-        };
-        let [scale, skip] = &self.flags;
-        let (scale, skip) = (flag(&inputs.grad_scale, scale)?, flag(&inputs.skip, skip)?);
-        if skip.is_some_and(|skip| skip != 0.0) {
-            return Ok(());
-        }
         let step = Step {
+            inputs,
             scalars: inputs.scalars.into(),
-            grad_scale: scale.unwrap_or(1.0),
+            flags: None,
+            first,
+            ways: self.ways(pipeline),
             pipeline,
             landing: VecDeque::new(),
             updating: VecDeque::new(),
@@ -288,6 +309,20 @@ impl HostLane {
         *lock(&self.stats) = HostStats { run_ns: start.elapsed().as_nanos() as u64, ..stats };
         Ok(())
     }
+
+    /// Scale and skip of the step, once they have come down.
+    fn read_flags(&self, inputs: &StepInputs<'_>) -> Result<Flags> {
+        self.device.synchronize(&self.flags_landed)?;
+        let flag = |given: &Option<Region>, home: &Region| -> Result<Option<f32>> {
+            Ok(match given {
+                Some(_) => super::read_f32(&self.device, home)?.first().copied(),
+                None => None,
+            })
+        };
+        let [scale, skip] = &self.flags;
+        let (scale, skip) = (flag(&inputs.grad_scale, scale)?, flag(&inputs.skip, skip)?);
+        Ok(Flags { grad_scale: scale.unwrap_or(1.0), skip: skip.is_some_and(|skip| skip != 0.0) })
+    }
 }
 
 impl Drop for HostLane {
@@ -297,11 +332,22 @@ impl Drop for HostLane {
     }
 }
 
+/// What the device knows about a step and the host has to be told.
+#[derive(Clone, Copy)]
+struct Flags {
+    grad_scale: f32,
+    skip: bool,
+}
+
 /// The chunks under way in one step.
 struct Step<'a> {
     lane: &'a HostLane,
+    inputs: &'a StepInputs<'a>,
     scalars: Arc<[AdamWScalars]>,
-    grad_scale: f32,
+    /// Not known before the first update: copies set out without them.
+    flags: Option<Flags>,
+    first: Option<Sender<()>>,
+    ways: Ways<'a>,
     /// The streamed half of a hybrid step, whose stores into a chunk must have ended before the host updates it.
     pipeline: Option<&'a Pipeline>,
     landing: VecDeque<Passage<'a>>,
@@ -324,12 +370,16 @@ impl<'a> Step<'a> {
         let (landing, updating) = depths(self.lane.slots.len());
         let capacity = self.lane.slots.first().map_or(0, |slot| slot.region.bytes());
         let fits = |part: usize, chunks: &[usize]| {
-            let all = parts[part].state.plan().chunks();
+            let plan = parts[part].state.plan();
+            let (all, bucket) = (plan.chunks(), plan.chunks()[chunks[0]].bucket);
             let bytes = |&chunk: &usize| operand_bytes(parts[part], &all[chunk]);
-            chunks.iter().map(bytes).sum::<u64>() <= capacity
-                && chunks.iter().all(|&chunk| all[chunk].bucket == all[chunks[0]].bucket)
+            // What stays where it is needs no slot; fewer and larger jobs then wake the driver less often.
+            let room = if plan.buckets()[bucket].on_host { IN_PLACE * capacity } else { capacity };
+            chunks.iter().map(bytes).sum::<u64>() <= room && chunks.iter().all(|&chunk| all[chunk].bucket == bucket)
         };
-        while let Some((part, chunks)) = claims.back(fits) {
+        while !self.flags.is_some_and(|flags| flags.skip)
+            && let Some((part, chunks)) = claims.back(fits)
+        {
             let part = parts[part];
             let passage = self.bring_down(part, &part.state.plan().chunks()[chunks])?;
             self.landing.push_back(passage);
@@ -342,6 +392,10 @@ impl<'a> Step<'a> {
     /// Starts and finishes the oldest chunks until no more than so many are left in each state.
     fn advance(&mut self, landing: usize, updating: usize) -> Result<()> {
         while self.landing.len() > landing {
+            if self.flags()?.skip {
+                self.landing.clear();
+                return Ok(());
+            }
             if let Some(passage) = self.landing.pop_front() {
                 let work = self.start(&passage)?;
                 self.updating.push_back((passage, work));
@@ -349,6 +403,14 @@ impl<'a> Step<'a> {
             self.finish_beyond(updating)?;
         }
         self.finish_beyond(updating)
+    }
+
+    fn flags(&mut self) -> Result<Flags> {
+        drop(self.first.take());
+        if self.flags.is_none() {
+            self.flags = Some(self.lane.read_flags(self.inputs)?);
+        }
+        Ok(self.flags.unwrap_or(Flags { grad_scale: 1.0, skip: false }))
     }
 
     fn finish_beyond(&mut self, updating: usize) -> Result<()> {
@@ -385,7 +447,7 @@ impl<'a> Step<'a> {
         }
         self.stats.down_bytes += pairs.iter().map(|(from, _)| from.bytes()).sum::<u64>();
         let landing = held.slot().landed.clone();
-        transfer(&self.lane.device, &self.lane.down, &pairs, &landing, &mut held.busy)?;
+        transfer(&self.lane.device, self.ways.down, &pairs, &landing, &mut held.busy)?;
         Ok(Passage { part, chunks, runs, held: Some(held) })
     }
 
@@ -439,8 +501,8 @@ impl<'a> Step<'a> {
                 scalars: binding.scalars,
             });
         }
-        let scalars = self.scalars.clone();
-        let update = HostUpdate { segments, scalars, grad_scale: self.grad_scale, follow_weights: true };
+        let (scalars, grad_scale) = (self.scalars.clone(), self.flags()?.grad_scale);
+        let update = HostUpdate { segments, scalars, grad_scale, follow_weights: true };
         Ok(self.lane.device.update_on_host(&self.lane.threads, update)?)
     }
 
@@ -458,7 +520,7 @@ impl<'a> Step<'a> {
         let sent = held.slot().sent.clone();
         // The way down has ended; from here on the slot is busy with the way up.
         held.busy = None;
-        transfer(&self.lane.device, &self.lane.up, &pairs, &sent, &mut held.busy)
+        transfer(&self.lane.device, self.ways.up, &pairs, &sent, &mut held.busy)
     }
 }
 

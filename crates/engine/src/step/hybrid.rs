@@ -1,9 +1,9 @@
 //! Chunks shared out between the device and the host, both at work at once.
 //!
 //! The device takes chunks from the front of the list, the host from its back. A fixed share says beforehand where they
-//! meet. "Auto" lets them meet where they meet for a few steps, which is where both finish together, and tries each alone
-//! for one: where both need the same thing, the wire or the memory, sharing can be slower than either. The best stays.
-//! Where a chunk is updated changes no bit of it: one arithmetic serves both.
+//! meet. "Auto" tries each alone, lets them meet where they meet, moves that place by what it saw of both ends, and keeps
+//! the fastest: where both need the same thing, the wire or the memory, sharing can be slower than either alone. Where a
+//! chunk is updated changes no bit of it: one arithmetic serves both.
 
 use std::ops::Range;
 use std::time::Instant;
@@ -13,6 +13,7 @@ use forebay_device::{HostOptions, Stream};
 use super::host::Part;
 use super::{Binding, HostLane, PlacedAdamW, StepInputs, payload_bytes};
 use crate::error::{Error, Result};
+use crate::pipeline::Pipeline;
 use crate::pool::Pool;
 use crate::sync::{Mutex, lock};
 
@@ -34,13 +35,24 @@ enum Trial {
     Stream,
     /// The host alone.
     Host,
+    /// The better one alone, once more.
+    Better,
+    /// Both, with the share at which both ends of the trial before would have finished together.
+    Balance,
 }
 
 /// What the first steps try. The very first makes pages, caches and clocks warm, and does not count.
-const TRIALS: [Trial; 6] = [Trial::Meet, Trial::Meet, Trial::Stream, Trial::Host, Trial::Meet, Trial::Meet];
+const TRIALS: [Trial; 6] = [Trial::Meet, Trial::Stream, Trial::Host, Trial::Meet, Trial::Balance, Trial::Better];
 
-/// One alone must be faster than both by this much to be preferred: it was tried only once.
+/// Both must be faster than the better one alone by this much to be preferred: both at once also keep two busy.
 const PREFERENCE: f64 = 0.98;
+
+/// The host takes no more than this part of what is left at a time. It has up to three takings in hand when the ends
+/// meet, so large ones would leave it working long after the device is done.
+const TAKEN_OF_LEFT: usize = 8;
+
+/// The host's takings grow from one chunk on, twice as many each time, but not for ever.
+const MOST_DOUBLINGS: usize = 10;
 
 /// The list of chunks of one step, taken from both ends.
 #[derive(Debug)]
@@ -58,10 +70,13 @@ struct Ends {
     /// The last one taken by the host, and the first it may take.
     back: usize,
     back_limit: usize,
+    /// How often the host took some.
+    takings: usize,
 }
 
 impl Claims {
-    fn new(order: Vec<(usize, usize, u64)>, share: HostShare) -> Self {
+    /// Where nothing comes down, the host need not begin with few chunks.
+    fn new(order: Vec<(usize, usize, u64)>, share: HostShare, in_place: bool) -> Self {
         let n = order.len();
         let (front_limit, back_limit) = match share {
             HostShare::Auto => (n, 0),
@@ -70,7 +85,16 @@ impl Claims {
                 (at, at)
             }
         };
-        Self { order, ends: Mutex::new(Ends { front: 0, front_limit, back: n, back_limit }) }
+        Self {
+            order,
+            ends: Mutex::new(Ends {
+                front: 0,
+                front_limit,
+                back: n,
+                back_limit,
+                takings: if in_place { MOST_DOUBLINGS } else { 0 },
+            }),
+        }
     }
 
     /// The next chunk for the device.
@@ -84,11 +108,19 @@ impl Claims {
         Some((self.order[at].0, self.order[at].1))
     }
 
-    /// The next chunks for the host: consecutive ones of one part, as many as fit.
+    /// The next chunks for the host: consecutive ones of one part, as many as fit. Few at first, so that its threads
+    /// have something to do soon, and few at last where the ends are to meet, so that both finish together.
     pub(crate) fn back(&self, fits: impl Fn(usize, &[usize]) -> bool) -> Option<(usize, Range<usize>)> {
         let mut ends = lock(&self.ends);
         let mut taken: Option<(usize, Range<usize>)> = None;
+        let left = ends.back.saturating_sub(ends.back_limit.max(ends.front));
+        let meets = ends.front_limit > ends.back_limit;
+        let most = if meets { left / TAKEN_OF_LEFT } else { left }.min(1 << ends.takings.min(MOST_DOUBLINGS)).max(1);
+        ends.takings += 1;
         while ends.back > ends.back_limit.max(ends.front) {
+            if taken.as_ref().is_some_and(|(_, range)| range.len() >= most) {
+                break;
+            }
             let (part, chunk, _) = self.order[ends.back - 1];
             let more = match &taken {
                 None => chunk..chunk + 1,
@@ -132,29 +164,48 @@ fn meeting_point(order: &[(usize, usize, u64)], fraction: f64) -> usize {
     0
 }
 
+/// What one trial found.
+#[derive(Debug, Clone, Copy, Default)]
+struct Tried {
+    /// The part of the bytes that the host took.
+    fraction: f64,
+    /// How long the step took, and each end of it.
+    seconds: f64,
+    host_s: f64,
+    device_s: f64,
+}
+
+impl Tried {
+    /// The fraction at which both ends would have finished together, at the rates that they had.
+    fn balanced(&self) -> f64 {
+        if self.host_s <= 0.0 || self.device_s <= 0.0 || self.fraction <= 0.0 || self.fraction >= 1.0 {
+            return self.fraction;
+        }
+        let (host, device) = (self.fraction / self.host_s, (1.0 - self.fraction) / self.device_s);
+        host / (host + device)
+    }
+}
+
 #[derive(Debug, Default)]
 struct Measured {
-    /// The host's fraction and the seconds of each trial.
-    tried: Vec<(f64, f64)>,
+    tried: Vec<Tried>,
     settled: Option<f64>,
     last: f64,
+    /// When the device's end of the last step was done.
+    device_ns: u64,
+}
+
+/// The fastest trial with one end alone, or with both. The very first does not count.
+fn fastest(tried: &[Tried], alone: bool) -> Tried {
+    let ends = |tried: &&Tried| (tried.fraction == 0.0 || tried.fraction == 1.0) == alone;
+    let found = tried.iter().skip(1).filter(ends).min_by(|a, b| a.seconds.total_cmp(&b.seconds));
+    found.copied().unwrap_or(Tried { seconds: f64::INFINITY, ..Tried::default() })
 }
 
 /// The best of all trials.
-fn choose(tried: &[(f64, f64)]) -> f64 {
-    let of = |wanted: Trial| {
-        let all = TRIALS.iter().zip(tried).skip(1);
-        let mut found: Vec<(f64, f64)> = all.filter(|(trial, _)| **trial == wanted).map(|(_, found)| *found).collect();
-        found.sort_by(|a, b| a.1.total_cmp(&b.1));
-        found.get(found.len() / 2).copied().unwrap_or((0.0, f64::INFINITY))
-    };
-    let (meeting, both) = of(Trial::Meet);
-    let (stream, host) = (of(Trial::Stream).1, of(Trial::Host).1);
-    match (stream < both * PREFERENCE, host < both * PREFERENCE) {
-        (true, _) if stream <= host => 0.0,
-        (_, true) => 1.0,
-        _ => meeting,
-    }
+fn choose(tried: &[Tried]) -> f64 {
+    let (both, alone) = (fastest(tried, false), fastest(tried, true));
+    if both.seconds < alone.seconds * PREFERENCE { both.fraction } else { alone.fraction }
 }
 
 /// A step on the host, or on host and device at once.
@@ -191,6 +242,12 @@ impl Hybrid {
         lock(&self.measured).last
     }
 
+    /// Time from the beginning of the last step until the device's end had submitted its last chunk (in a trial: until
+    /// that was stored), next to [`super::HostStats::run_ns`]: where the split is right, the two are close.
+    pub fn device_ns(&self) -> u64 {
+        lock(&self.measured).device_ns
+    }
+
     /// The fraction that stays: the one asked for, or the one that "auto" has settled on.
     pub fn settled_fraction(&self) -> Option<f64> {
         match self.share {
@@ -224,12 +281,14 @@ impl Hybrid {
             let bytes = plan.chunks().iter().map(|chunk| payload_bytes(plan, chunk, part.tensors));
             bytes.enumerate().filter(|&(_, bytes)| bytes > 0).map(move |(chunk, bytes)| (i, chunk, bytes))
         });
-        let claims = Claims::new(order.collect(), self.next_share(stores));
+        let in_place = stores.iter().all(|store| store.plan().buckets().iter().all(|bucket| bucket.on_host));
+        let claims = Claims::new(order.collect(), self.next_share(stores), in_place);
+        let pipeline = stores.iter().find_map(|store| store.streamed()).map(|streamed| streamed.pipeline());
         let start = Instant::now();
-        self.lane.begin(inputs, compute)?;
-        let outcome = self.run_both(stores, &parts, &claims, inputs, compute);
+        self.lane.begin(inputs, compute, pipeline)?;
+        let outcome = self.run_both(stores, &parts, &claims, inputs, compute, pipeline);
         // Also after a failure: weights may be on their way up.
-        outcome.and(self.lane.end(compute))?;
+        outcome.and(self.lane.end(compute, pipeline))?;
         self.note(claims.host_fraction(), start.elapsed().as_secs_f64());
         Ok(())
     }
@@ -241,11 +300,19 @@ impl Hybrid {
         if let Some(fraction) = self.settled_fraction() {
             return HostShare::Fixed(fraction);
         }
-        match TRIALS.get(lock(&self.measured).tried.len()) {
+        let measured = lock(&self.measured);
+        match TRIALS.get(measured.tried.len()) {
             Some(Trial::Stream) => HostShare::Fixed(0.0),
             Some(Trial::Host) => HostShare::Fixed(1.0),
+            Some(Trial::Better) => HostShare::Fixed(fastest(&measured.tried, true).fraction),
+            Some(Trial::Balance) => HostShare::Fixed(measured.tried.last().map_or(0.0, Tried::balanced)),
             _ => HostShare::Auto,
         }
+    }
+
+    /// Whether this step is a trial.
+    fn tries(&self) -> bool {
+        self.share == HostShare::Auto && lock(&self.measured).settled.is_none()
     }
 
     fn note(&self, fraction: f64, seconds: f64) {
@@ -254,7 +321,8 @@ impl Hybrid {
         if self.share != HostShare::Auto || measured.settled.is_some() {
             return;
         }
-        measured.tried.push((fraction, seconds));
+        let (host_s, device_s) = (self.lane.stats().run_ns as f64 / 1e9, measured.device_ns as f64 / 1e9);
+        measured.tried.push(Tried { fraction, seconds, host_s, device_s });
         if measured.tried.len() == TRIALS.len() {
             measured.settled = Some(choose(&measured.tried));
         }
@@ -267,27 +335,40 @@ impl Hybrid {
         claims: &Claims,
         inputs: &StepInputs<'_>,
         compute: &Stream,
+        pipeline: Option<&Pipeline>,
     ) -> Result<()> {
-        let pipeline = stores.iter().find_map(|store| store.streamed()).map(|streamed| streamed.pipeline());
         let closing = |outcome: Result<()>| {
             if outcome.is_err() {
                 claims.close();
             }
             outcome
         };
-        let host = || closing(self.lane.run(parts, claims, inputs, pipeline));
-        let Some(pipeline) = pipeline else { return host() };
+        let host = |first| closing(self.lane.run(parts, claims, inputs, pipeline, first));
+        let Some(pipeline) = pipeline else { return host(None) };
+        // The host's first gradients go before the device's first stores, which have a fetch to wait for: behind a ring
+        // full of stores they would keep the host's threads idle.
+        let (first, begun) = std::sync::mpsc::channel();
+        // A trial's time includes the last stores, for which a step does not wait otherwise.
+        let tries = self.tries();
         let device = || -> Result<()> {
             let _entered = pipeline.device().enter()?;
+            let start = Instant::now();
+            // Ends when the sender is gone, which goes with its thread at the latest.
+            let _ = begun.recv();
             while let Some((part, chunk)) = claims.front() {
                 if let Some(streamed) = stores[part].streamed() {
                     streamed.run_chunk(chunk, parts[part].tensors, inputs, compute)?;
                 }
             }
+            if tries {
+                pipeline.drain()?;
+            }
+            lock(&self.measured).device_ns = start.elapsed().as_nanos() as u64;
             Ok(())
         };
         std::thread::scope(|scope| {
-            let driver = std::thread::Builder::new().name("forebay-host".to_owned()).spawn_scoped(scope, host);
+            let driver =
+                std::thread::Builder::new().name("forebay-host".to_owned()).spawn_scoped(scope, || host(Some(first)));
             let driver = driver.map_err(|error| {
                 Error::Device(forebay_device::Error::Os {
                     call: "thread spawn",
@@ -332,7 +413,7 @@ mod tests {
         for share in [HostShare::Auto, HostShare::Fixed(0.3), HostShare::Fixed(0.0), HostShare::Fixed(1.0)] {
             let patterns = [[true; 8], [false; 8], [true, false, true, false, true, true, false, true]];
             for (pattern, room) in patterns.into_iter().flat_map(|pattern| [1, 2, 9].map(|room| (pattern, room))) {
-                let claims = Claims::new(order(&[1; 8]), share);
+                let claims = Claims::new(order(&[1; 8]), share, false);
                 let mut seen: Vec<usize> = Vec::new();
                 // In the pattern's order, then whatever is left on either side.
                 for front in pattern.into_iter().chain([true; 8]).chain([false; 8]) {
@@ -356,20 +437,38 @@ mod tests {
 
     #[test]
     fn the_best_of_the_trials_stays() {
-        // Meet, meet, stream, host, meet, meet: the first does not count, and of the others the middle one.
-        let meets = |stream: f64, host: f64| {
-            choose(&[(0.9, 1.0), (0.3, 5.0), (0.0, stream), (1.0, host), (0.4, 6.0), (0.5, 7.0)])
+        let tried = |found: &[(f64, f64)]| -> Vec<Tried> {
+            found.iter().map(|&(fraction, seconds)| Tried { fraction, seconds, ..Tried::default() }).collect()
         };
-        assert_eq!(meets(9.0, 8.0), 0.4);
-        assert_eq!(meets(4.0, 8.0), 0.0);
-        assert_eq!(meets(9.0, 4.0), 1.0);
-        assert_eq!((meets(4.0, 3.0), meets(3.0, 4.0)), (1.0, 0.0));
-        assert_eq!(meets(5.99, 5.99), 0.4, "a hair's breadth does not count");
+        // Meet, stream, host, meet, balance, the better alone: the first does not count.
+        let chosen = |stream: f64, host: f64| {
+            let better = if stream <= host { (0.0, stream) } else { (1.0, host) };
+            choose(&tried(&[(0.9, 1.0), (0.0, stream), (1.0, host), (0.3, 7.0), (0.4, 6.0), better]))
+        };
+        assert_eq!(chosen(9.0, 8.0), 0.4);
+        assert_eq!(chosen(4.0, 8.0), 0.0);
+        assert_eq!(chosen(9.0, 4.0), 1.0);
+        assert_eq!((chosen(4.0, 3.0), chosen(3.0, 4.0)), (1.0, 0.0));
+        assert_eq!(chosen(6.01, 7.0), 0.0, "a hair's breadth does not count");
+        let again = tried(&[(0.9, 1.0), (0.0, 8.0), (1.0, 9.0), (0.3, 7.0), (0.4, 6.0), (0.0, 5.0)]);
+        assert_eq!(choose(&again), 0.0, "the second look at the better one counts");
+        assert_eq!(fastest(&again[..3], true).fraction, 0.0);
+    }
+
+    #[test]
+    fn a_share_is_moved_towards_the_end_that_was_done_first() {
+        let tried = |fraction, host_s, device_s| Tried { fraction, seconds: 1.0, host_s, device_s }.balanced();
+        assert_eq!(tried(0.5, 1.0, 1.0), 0.5);
+        assert!((tried(0.5, 1.0, 3.0) - 0.75).abs() < 1e-12, "the host is three times as fast");
+        assert!((tried(0.2, 1.0, 1.0) - 0.2).abs() < 1e-12);
+        assert!(tried(0.5, 2.0, 1.0) < 0.5);
+        // Nothing to go by.
+        assert_eq!((tried(0.0, 0.0, 1.0), tried(1.0, 1.0, 0.0), tried(0.5, 0.0, 1.0)), (0.0, 1.0, 0.5));
     }
 
     #[test]
     fn a_closed_list_gives_nothing() {
-        let claims = Claims::new(order(&[1; 8]), HostShare::Auto);
+        let claims = Claims::new(order(&[1; 8]), HostShare::Auto, false);
         assert!(claims.front().is_some() && claims.back(|_, _| false).is_some());
         claims.close();
         assert!(claims.front().is_none() && claims.back(|_, _| true).is_none());
@@ -379,8 +478,25 @@ mod tests {
     fn the_host_takes_chunks_of_one_part_in_a_row() {
         // Chunk 1 of the second part has no gradients, so the others do not follow each other.
         let chunks = vec![(0, 0, 1), (0, 1, 1), (1, 0, 1), (1, 2, 1), (1, 3, 1)];
-        let claims = Claims::new(chunks, HostShare::Fixed(1.0));
+        let claims = Claims::new(chunks, HostShare::Fixed(1.0), false);
         let taken: Vec<_> = std::iter::from_fn(|| claims.back(|_, _| true)).collect();
-        assert_eq!(taken, [(1, 2..4), (1, 0..1), (0, 0..2)]);
+        assert_eq!(taken, [(1, 3..4), (1, 2..3), (1, 0..1), (0, 0..2)]);
+    }
+
+    #[test]
+    fn the_host_takes_few_chunks_at_first_and_at_last() {
+        let takings = |share| {
+            let claims = Claims::new(order(&[1; 200]), share, false);
+            std::iter::from_fn(|| claims.back(|_, chunks| chunks.len() <= 6)).map(|(_, chunks)| chunks.len()).collect()
+        };
+        let shared: Vec<usize> = takings(HostShare::Auto);
+        assert_eq!(shared[..5], [1, 2, 4, 6, 6]);
+        assert_eq!(shared[shared.len() - 8..], [1; 8], "the device could have met it at any of these");
+        assert_eq!(shared.iter().sum::<usize>(), 200);
+        let alone: Vec<usize> = takings(HostShare::Fixed(1.0));
+        assert_eq!(alone[..5], [1, 2, 4, 6, 6]);
+        assert!(alone[5..alone.len() - 1].iter().all(|&taken| taken == 6), "nobody to meet: {alone:?}");
+        let fixed: Vec<usize> = takings(HostShare::Fixed(0.5));
+        assert!(fixed[5..fixed.len() - 1].iter().all(|&taken| taken == 6), "where is known: {fixed:?}");
     }
 }

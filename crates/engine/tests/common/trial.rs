@@ -452,7 +452,7 @@ impl<'a> Rig<'a> {
     pub(crate) fn assert_idle(&self) {
         assert_eq!(self.optimizer.pipeline().idle_slots(), self.scenario.options.slots, "slots are missing");
         if let Some((hybrid, _)) = &self.hybrid {
-            assert_eq!(hybrid.lane().idle_slots(), self.scenario.options.slots, "the host's slots are missing");
+            assert_eq!(hybrid.lane().idle_slots(), 2 * self.scenario.options.slots, "the host's slots are missing");
         }
     }
 
