@@ -113,12 +113,14 @@ class Training:
         handle = checkpoint.async_save(folder, self.model, self.optimizer, snapshot_budget_bytes=budget_bytes)
         call_s = time.perf_counter() - start
         time.sleep(max(self.period_s - call_s, 0.0))
+        was_under_way = not handle.done()
         # One at least, and then as long as it takes.
         during = [self.step()]
         while not handle.done():
             during.append(self.step())
         handle.result()
-        return {"call_s": call_s, "during_s": during, "write_s": handle.seconds(), **handle.progress()}
+        found = {"call_s": call_s, "during_s": during, "was_under_way": was_under_way, "write_s": handle.seconds()}
+        return found | handle.progress()
 
 
 def measure(spec: dict[str, Any], budgets: Iterable[int | None], folder: Path) -> Iterator[dict[str, Any]]:
@@ -164,6 +166,7 @@ def figures(row: dict[str, Any]) -> dict[str, Any]:
         "usual_median_s": usual,
         "after_call_s": statistics.median(save["during_s"][0] for save in saves),
         "after_call_over_usual": statistics.median(save["during_s"][0] for save in saves) / usual,
+        "under_way": sum(save["was_under_way"] for save in saves),
         "call_s": statistics.median(save["call_s"] for save in saves),
         "call_limit_s": CALL_S + row["parameter_bytes"] / row["wire_gbps"] / 1e9,
         "write_s": statistics.median(save["write_s"] for save in saves),
@@ -185,6 +188,7 @@ def print_row(row: dict[str, Any]) -> None:
     print(f"state {state:.2f} GB, weights {weights:.2f} GB, made in {row['made_s']:.0f} s; budget {budget}")
     print(f"  a step, as usual         {row['usual_median_s']:.3f} s (median of {len(row['usual_s'])})")
     print(f"  the step after the call  {row['after_call_s']:.3f} s, {percent:+.1f} % (median of {each})")
+    print(f"                           with the save still under way in {row['under_way']} of {len(row['saves'])}")
     print(f"  the call                 {row['call_s']:.3f} s; limit {row['call_limit_s']:.3f} s")
     print(f"  the save                 {row['write_s']:.1f} s, {row['write_gbps']:.2f} GB/s")
     print(f"  steps waited             {row['stall_s']:.2f} s in all; limit {row['stall_limit_s']:.2f} s")

@@ -191,31 +191,37 @@ impl HostCopies {
                 *kept = Some(self.device.pin(layout)?);
             }
             let Some(slab) = kept.as_ref() else { return Ok(Vec::new()) };
-            let copies = self.device.stream("snapshot")?;
+            // One stream fills the wire; on the CPU each is a thread, and torch has none: what was asked for is done.
+            let on_cpu = self.device.info().backend == Backend::Cpu;
+            let count =
+                if on_cpu { std::thread::available_parallelism().map_or(1, |cores| cores.get().min(4)) } else { 1 };
+            let lanes: Vec<Stream> =
+                (0..count).map(|_| self.device.stream("snapshot")).collect::<std::result::Result<_, _>>()?;
             let point = self.device.event()?;
-            if self.device.info().backend != Backend::Cpu {
-                // On the CPU torch has no streams: what was asked for is done.
+            if !on_cpu {
                 self.device.record(&point, &torch::stream(&self.device, stream)?)?;
-                self.device.wait(&copies, &point)?;
+                lanes.iter().try_for_each(|lane| self.device.wait(lane, &point))?;
             }
-            let views = self.copy(slab, &addresses, &bytes, &copies);
+            let views = self.copy(slab, &addresses, &bytes, &lanes);
             // Also after a failure: torch may free the memory as soon as this returns.
-            self.device.record(&point, &copies)?;
-            self.device.synchronize(&point)?;
+            for lane in &lanes {
+                self.device.record(&point, lane)?;
+                self.device.synchronize(&point)?;
+            }
             views
         })
     }
 }
 
 impl HostCopies {
-    fn copy(&self, slab: &Slab, addresses: &[u64], bytes: &[u64], on: &Stream) -> Result<Vec<HostView>> {
+    fn copy(&self, slab: &Slab, addresses: &[u64], bytes: &[u64], lanes: &[Stream]) -> Result<Vec<HostView>> {
         let keeper: Keeper = Arc::new(());
         let mut views = Vec::with_capacity(bytes.len());
         for (index, (&address, &bytes)) in addresses.iter().zip(bytes).enumerate() {
             let part = slab.part(index)?;
             if bytes > 0 {
                 let from = torch::region(&self.device, address, bytes, Place::Device, &keeper)?;
-                self.device.copy(on, &from, &part)?;
+                self.device.copy(&lanes[index % lanes.len()], &from, &part)?;
             }
             views.push(HostView::new(part));
         }
