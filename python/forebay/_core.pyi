@@ -140,7 +140,7 @@ class Engine:
     def host_stats(self, /) -> list[int]:
         """
         The host's part of the last step: threads, chunks, state_bytes, down_bytes, up_bytes, run_ns, wire_wait_ns,
-        update_wait_ns. Zeros where it has none.
+        update_wait_ns, and the time of the device's part. Zeros where it has none.
         """
     def land(self, /, store: SupportsIndex, tensor: SupportsIndex, addr: SupportsIndex, bytes: SupportsIndex, stream: SupportsIndex) -> None:
         """
@@ -197,10 +197,10 @@ class Engine:
         """
         Block until every store has ended.
         """
-    def touch_state(self, /) -> tuple[int, float]:
+    def touch_state(self, /, others: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]]) -> tuple[int, float]:
         """
-        Read and write every byte of the state with the host's threads, changing none; returns bytes and seconds. This
-        is the pace that the memory allows.
+        Read and write every byte of the state, and of other memory on the host (address and bytes of each, whole words),
+        with the host's threads, changing none; returns bytes and seconds. This is the pace that the memory allows.
         """
     def update_resident(self, /, tensors: Incomplete, elements: SupportsGetItem[int, SupportsIndex], state: SupportsGetItem[int, SupportsLenAndGetItem[SupportsIndex]], steps: SupportsGetItem[int, SupportsIndex], groups: SupportsGetItem[int, tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, bool]], stream: SupportsIndex, grad_scale: SupportsIndex) -> None:
         """
@@ -375,10 +375,10 @@ def backends() -> tuple[list[str], list[tuple[str, str]]]:
     The devices that can be opened, and for each backend that cannot be used here its name and the reason.
     """
 
-def bench_placements(device: str, link_gbps: SupportsFloat | SupportsIndex | None, params: SupportsIndex, host_threads: SupportsIndex | None, host_kernel: str | None, slots: SupportsIndex, chunk_bytes: SupportsIndex, rounds: SupportsIndex) -> str:
+def bench_placements(device: str, link_gbps: SupportsFloat | SupportsIndex | None, params: SupportsIndex, host_threads: SupportsIndex | None, host_kernel: str | None, slots: SupportsIndex, chunk_bytes: SupportsIndex, rounds: SupportsIndex, fractions: SupportsGetItem[int, SupportsFloat | SupportsIndex] = ...) -> str:
     """
-    Run the step at every placement over made-up bf16 parameters, in turns; JSON text. On the CPU backend the link may be
-    given a rate.
+    Run the step at every placement over made-up bf16 parameters, in turns, and at fixed shares of the host where asked
+    for; JSON text. On the CPU backend the link may be given a rate.
     """
 
 def bench_step(device: str | None, params: SupportsIndex, slots: SupportsIndex, chunk_bytes: SupportsIndex, steps: SupportsIndex) -> str:

@@ -45,7 +45,7 @@ enum Trial {
 const TRIALS: [Trial; 6] = [Trial::Meet, Trial::Stream, Trial::Host, Trial::Meet, Trial::Balance, Trial::Better];
 
 /// Both must be faster than the better one alone by this much to be preferred: both at once also keep two busy.
-const PREFERENCE: f64 = 0.98;
+const PREFERENCE: f64 = 0.99;
 
 /// The host takes no more than this part of what is left at a time. It has up to three takings in hand when the ends
 /// meet, so large ones would leave it working long after the device is done.
