@@ -248,6 +248,11 @@ impl HostLane {
     /// Blocks until the gradients that were to come down have done so.
     pub fn finish_landing(&self) -> Result<()> {
         self.device.record(&self.flags_landed, &self.down)?;
+        self.wait_for_landing()
+    }
+
+    /// The same for those from before [`Self::begin`].
+    pub(crate) fn wait_for_landing(&self) -> Result<()> {
         Ok(self.device.synchronize(&self.flags_landed)?)
     }
 
@@ -312,7 +317,7 @@ impl HostLane {
 
     /// Scale and skip of the step, once they have come down.
     fn read_flags(&self, inputs: &StepInputs<'_>) -> Result<Flags> {
-        self.device.synchronize(&self.flags_landed)?;
+        self.wait_for_landing()?;
         let flag = |given: &Option<Region>, home: &Region| -> Result<Option<f32>> {
             Ok(match given {
                 Some(_) => super::read_f32(&self.device, home)?.first().copied(),
@@ -386,6 +391,8 @@ impl<'a> Step<'a> {
             self.advance(landing, updating)?;
         }
         self.advance(0, 0)?;
+        // Also where there was nothing to update: what came down before the step has done so when it ends.
+        self.flags()?;
         Ok(self.stats)
     }
 

@@ -6,6 +6,7 @@
 //! chunk is updated changes no bit of it: one arithmetic serves both.
 
 use std::ops::Range;
+use std::sync::mpsc::Receiver;
 use std::time::Instant;
 
 use forebay_device::{HostOptions, Stream};
@@ -45,7 +46,7 @@ enum Trial {
 const TRIALS: [Trial; 6] = [Trial::Meet, Trial::Stream, Trial::Host, Trial::Meet, Trial::Balance, Trial::Better];
 
 /// Both must be faster than the better one alone by this much to be preferred: both at once also keep two busy.
-const PREFERENCE: f64 = 0.98;
+const PREFERENCE: f64 = 0.99;
 
 /// The host takes no more than this part of what is left at a time. It has up to three takings in hand when the ends
 /// meet, so large ones would leave it working long after the device is done.
@@ -134,6 +135,16 @@ impl Claims {
             ends.back -= 1;
         }
         taken
+    }
+
+    /// Whether none is for the device.
+    fn is_host_s(&self) -> bool {
+        lock(&self.ends).front_limit == 0
+    }
+
+    /// Whether none is for the host.
+    fn is_device_s(&self) -> bool {
+        lock(&self.ends).back_limit == self.order.len()
     }
 
     /// No more chunks for either: something failed.
@@ -285,6 +296,12 @@ impl Hybrid {
         let claims = Claims::new(order.collect(), self.next_share(stores), in_place);
         let pipeline = stores.iter().find_map(|store| store.streamed()).map(|streamed| streamed.pipeline());
         let start = Instant::now();
+        // The host alone is just that, on streams of its own; but it reads what earlier steps have stored.
+        let pipeline = match pipeline {
+            Some(pipeline) if claims.is_host_s() => pipeline.drain().map(|()| None)?,
+            pipeline => pipeline,
+        };
+        lock(&self.measured).device_ns = 0;
         self.lane.begin(inputs, compute, pipeline)?;
         let outcome = self.run_both(stores, &parts, &claims, inputs, compute, pipeline);
         // Also after a failure: weights may be on their way up.
@@ -345,16 +362,13 @@ impl Hybrid {
         };
         let host = |first| closing(self.lane.run(parts, claims, inputs, pipeline, first));
         let Some(pipeline) = pipeline else { return host(None) };
-        // The host's first gradients go before the device's first stores, which have a fetch to wait for: behind a ring
-        // full of stores they would keep the host's threads idle.
-        let (first, begun) = std::sync::mpsc::channel();
         // A trial's time includes the last stores, for which a step does not wait otherwise.
         let tries = self.tries();
-        let device = || -> Result<()> {
+        let device = |begun: Option<Receiver<()>>| -> Result<()> {
             let _entered = pipeline.device().enter()?;
             let start = Instant::now();
             // Ends when the sender is gone, which goes with its thread at the latest.
-            let _ = begun.recv();
+            let _ = begun.map(|begun| begun.recv());
             while let Some((part, chunk)) = claims.front() {
                 if let Some(streamed) = stores[part].streamed() {
                     streamed.run_chunk(chunk, parts[part].tensors, inputs, compute)?;
@@ -366,6 +380,12 @@ impl Hybrid {
             lock(&self.measured).device_ns = start.elapsed().as_nanos() as u64;
             Ok(())
         };
+        if claims.is_device_s() {
+            return device(None).and(self.lane.wait_for_landing());
+        }
+        // The host's first gradients go before the device's first stores, which have a fetch to wait for: behind a ring
+        // full of stores they would keep the host's threads idle.
+        let (first, begun) = std::sync::mpsc::channel();
         std::thread::scope(|scope| {
             let driver =
                 std::thread::Builder::new().name("forebay-host".to_owned()).spawn_scoped(scope, || host(Some(first)));
@@ -377,7 +397,7 @@ impl Hybrid {
                     text: error.to_string(),
                 })
             })?;
-            let device = closing(device());
+            let device = closing(device(Some(begun)));
             let host = driver.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             device.and(host)
         })
