@@ -199,6 +199,14 @@ def saves_beside(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield {"options": spec, "beside": rows}
 
 
+def command() -> str:
+    """Return how this was called, without where the figures go: they do not depend on that."""
+    without = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    without.add_argument("--json")
+    without.add_argument("--commit")
+    return shlex.join(["python", "bench/checkpoint.py", *without.parse_known_args()[1]])
+
+
 def main() -> int:
     """Measure, print, write; 1 if the machine cannot do it."""
     options = parse()
@@ -206,10 +214,7 @@ def main() -> int:
     if reason := machine.get("cannot_run") or machine.get("error"):
         sys.exit(f"error: {reason}\nhint: use --device cpu")
     machine.pop("device")
-    about = {
-        "command": shlex.join(["python", "bench/checkpoint.py", *sys.argv[1:]]),
-        "commit": step.commit_of(options.commit),
-    }
+    about = {"command": command(), "commit": step.commit_of(options.commit)}
     earlier: list[dict[str, Any]] = []
     if options.json is not None and options.json.exists():
         # One of the same command is replaced, and so are all of another machine.
