@@ -23,6 +23,8 @@ on_devices! {
         delays_anywhere_change_nothing,
         a_master_gives_way_to_a_replaced_weight_on_the_host,
         gradients_that_came_down_before_are_not_fetched_again,
+        gradients_may_go_after_a_step_whoever_updated,
+        the_host_alone_waits_for_what_the_device_stored,
         steps_on_the_host_allocate_nothing,
         the_books_of_the_host_count_its_bytes,
         a_refused_call_leaves_the_host_usable,
@@ -165,6 +167,35 @@ fn gradients_that_came_down_before_are_not_fetched_again(on: &Subject) {
     }
     rig.synchronize();
     rig.assert_exact(2);
+}
+
+/// A gradient that set out for the host and is not needed there has still left its memory when the step ends.
+fn gradients_may_go_after_a_step_whoever_updated(on: &Subject) {
+    for share in [0.0, 0.01, 1.0] {
+        let scenario = Scenario::new(vec![Tensor::f32(3000), Tensor::f32(500)], 3, 4096);
+        let rig = Rig::placed(on, scenario, 1, Some(Shared(HostShare::Fixed(share))));
+        let grad = rig.bindings(0)[0].grad.clone().unwrap().0;
+        let landed = on.pinned(grad.bytes());
+        rig.hybrid.as_ref().unwrap().0.lane().land(&grad, &landed, &rig.compute).unwrap();
+        rig.run_landed(0, &[vec![Some(landed), None]]).unwrap();
+        on.launch(&rig.compute, &forebay::device::Kernel::Fill { dst: grad, byte: 0 }).unwrap();
+        rig.synchronize();
+        rig.assert_exact(1);
+    }
+}
+
+/// Every second step has so few gradients that all of them are the host's, and their state was just stored.
+fn the_host_alone_waits_for_what_the_device_stored(on: &Subject) {
+    let missing: fn(usize, usize) -> bool = |step, tensor| step % 2 == 1 && tensor == 1;
+    let scenario = Scenario { missing, ..Scenario::new(vec![Tensor::f32(256), Tensor::f32(256)], 2, 2048) };
+    let rig = Rig::placed(on, scenario, 6, Some(Shared(HostShare::Fixed(0.5))));
+    for step in 0..6 {
+        rig.step(step).unwrap();
+        let fraction = rig.hybrid.as_ref().unwrap().0.last_fraction();
+        assert_eq!(fraction, if step % 2 == 1 { 1.0 } else { 0.5 });
+    }
+    rig.synchronize();
+    rig.assert_exact(6);
 }
 
 fn steps_on_the_host_allocate_nothing(on: &Subject) {

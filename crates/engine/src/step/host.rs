@@ -61,9 +61,9 @@ const IN_PLACE: u64 = 16;
 
 /// The streams of a step.
 ///
-/// [Note: one queue for each way] A copy engine serves one stream for as long as that one has copies ready, and a streamed
-/// step always has stores ready where the wire is its limit. Gradients on a stream of their own then wait until the
-/// streamed half is done. In one stream copies run in the order in which they were submitted, so each half gets what it
+/// [Note: one queue for each way] A copy engine seems to stay with a stream for as long as that one has copies ready, and
+/// a streamed step always has stores ready where the wire is its limit. Gradients on a stream of their own were seen to
+/// wait until the streamed half was done. In one stream copies run in the order in which they were submitted, so each half gets what it
 /// asks for: at most the streamed half's slots are ahead of a gradient.
 struct Ways<'a> {
     down: &'a Stream,

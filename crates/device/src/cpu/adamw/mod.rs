@@ -25,7 +25,7 @@ type Baseline = f32;
 
 /// How many elements ahead memory is asked for: the time of about as many updates is what a line takes to come. AMD's
 /// cores find five streams by themselves, and asking far ahead gets in their way; Intel's need to be asked. Measured: two
-/// Zen 4 cores lose 2 to 4 % at 512 against 128, and 16 Sapphire Rapids ones 4 % at 128 against 256.
+/// Zen 4 cores lose 2 to 4 % at 512 against 128, and 16 cores of a Xeon 4 % at 128 against 256.
 fn ahead() -> usize {
     static AHEAD: LazyLock<usize> = LazyLock::new(|| if is_amd() { 128 } else { 256 });
     *AHEAD
