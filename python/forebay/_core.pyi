@@ -6,7 +6,7 @@ from _typeshed import Incomplete, SupportsGetItem, SupportsLenAndGetItem
 from os import PathLike
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["CHECKPOINT_BLOCK_BYTES", "Activations", "Checkpoint", "Engine", "HostCopies", "HostView", "Moved", "Saving", "Slabs", "Snapshot", "_errors_for_test", "_gil_is_released_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "check_host", "host_memory", "look", "probe", "release_copies", "version", "write_checkpoint"]
+__all__ = ["CHECKPOINT_BLOCK_BYTES", "Activations", "Checkpoint", "Engine", "HostCopies", "HostView", "Moved", "Saving", "Slabs", "Snapshot", "_errors_for_test", "_gil_is_released_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "check_host", "explain_activations", "host_memory", "look", "plan_activations", "probe", "release_copies", "version", "write_checkpoint"]
 
 CHECKPOINT_BLOCK_BYTES: Final[int]
 """
@@ -43,6 +43,10 @@ class Activations:
         """
         Let go of an entry's fetched bytes, or give up fetching it ahead.
         """
+    def let_go_before(self, /, layer: SupportsIndex) -> list[int]:
+        """
+        Let go of what its route lets go of before a layer begins. Returns the entries.
+        """
     def open(self, /, save: SupportsIndex, stream: SupportsIndex) -> tuple[int, int, bool, list[tuple[int, int]]]:
         """
         A saved tensor is about to be used. Returns its entry; 0 if that is on the device, 1 if it is on its way or has
@@ -61,11 +65,12 @@ class Activations:
         """
         Pin so many bytes ahead of use.
         """
-    def save(self, /, storage: SupportsIndex, storage_bytes: SupportsIndex, addr: SupportsIndex, start_bytes: SupportsIndex, bytes: SupportsIndex, version: SupportsIndex, may_leave: bool, counted: bool, stream: SupportsIndex) -> tuple[int, int, int, bool, bool, list[int], str | None]:
+    def save(self, /, storage: SupportsIndex, storage_bytes: SupportsIndex, addr: SupportsIndex, start_bytes: SupportsIndex, bytes: SupportsIndex, version: SupportsIndex, may_leave: bool, counted: bool, stream: SupportsIndex, route: tuple[bool, SupportsIndex, SupportsIndex] | None = None) -> tuple[int, int, int, bool, bool, list[int], str | None]:
         """
         A tensor was saved: a range of a storage at a version. Returns the numbers of the save and of its entry, where
         the entry's range begins, whether it is new and whether it leaves the device, the entries to let go of now, and
-        why one that was to leave stays. A new entry that leaves has to be held until it is named.
+        why one that was to leave stays. A new entry that leaves has to be held until it is named. A route is what a plan
+        says: whether it leaves, the layer before which it is let go, the layer in whose backward pass it is fetched.
         """
     def stats(self, /) -> tuple[list[int], list[float]]:
         """
@@ -391,6 +396,11 @@ def check_host(threads: SupportsIndex | None, kernel: str | None) -> int:
     Check a number of host threads and the name of a kernel against this machine; return the number of threads.
     """
 
+def explain_activations(plan: str) -> str:
+    """
+    A plan in words.
+    """
+
 def host_memory() -> tuple[int, int]:
     """
     Bytes of host memory that this process may use in all, and that are available now.
@@ -400,6 +410,12 @@ def look(tensors: Any, table: Any) -> tuple[list[int], bytes, list[int], list[in
     """
     Look at torch's tensors through the table that `torch.Tensor.__dlpack_c_exchange_api__` names: one call for each
     tensor instead of five from Python. Nothing where the table or a tensor is not as expected; then Python looks itself.
+    """
+
+def plan_activations(cost: str, budget_bytes: SupportsIndex | None, tokens: SupportsIndex, measured_tokens: SupportsIndex) -> str:
+    """
+    Plan a pass: its costs and the plan as JSON. Costs were measured for so many tokens and are scaled to others. Without a
+    budget the plan is the one that takes least memory.
     """
 
 def probe(device: str | None = None) -> str:
