@@ -4,7 +4,8 @@ The model is ``transformers.Qwen2Model`` with random weights, 4 x 4096 tokens, b
 in one process: forward, backward, wait. The peak is torch's, above weights and gradients. The wire is what plain copies
 of pinned memory reach in this process, one way at a time, since a forward pass only stores and a backward pass only
 fetches. A row's floor is the larger of the forward time and its stores on the wire, plus the larger of the backward
-time and its fetches on the wire, both times taken from the row without offload.
+time and its fetches on the wire, both times taken from the row without offload. Rows with a budget are compared with
+transformers' own checkpointing, and with what they predicted; one that took more than its budget is a failure.
 
 usage: python bench/activations.py [--json PATH] [--quick] [--device cuda:0] [--rows nothing,forebay-auto] [--steps 5]
 """
@@ -83,6 +84,11 @@ class Forebay(System):
         super().__init__(label, warmup=warmup)
         self.options, self.checkpointing = options, checkpointing
 
+    @classmethod
+    def within(cls, gib: int) -> Forebay:
+        """Return the row of a budget; its first passes measure, and the plan is settled after a few more."""
+        return cls(f"forebay budget {gib} GiB", warmup=8, budget_bytes=gib * GIB)
+
     @contextlib.contextmanager
     def set_up(self, model: Any) -> Iterator[Callable[[], dict[str, float]]]:
         """Offload, and take the hooks off again."""
@@ -91,7 +97,7 @@ class Forebay(System):
         handle = forebay.offload_activations(model, min_bytes=MIN_BYTES, **self.options)
         try:
             yield handle.stats
-            self.table = handle.table()
+            self.table, self.words = handle.table(), handle.explain()
         finally:
             handle.remove()
             if self.checkpointing:
@@ -127,6 +133,10 @@ ROWS: dict[str, System] = {
     "forebay-full": Forebay("forebay fraction=1.0", fraction=1.0),
     "forebay-save-on-host": SaveOnHost("forebay save_on_host"),
     "forebay-recompute": Forebay("forebay recompute=True", recompute=True),
+    "forebay-6": Forebay.within(6),
+    "forebay-9": Forebay.within(9),
+    "forebay-16": Forebay.within(16),
+    "forebay-30": Forebay.within(30),
     "forebay-checkpoint": Forebay("forebay with HF checkpointing", checkpointing=True, fraction=1.0),
     # Last: its pinned memory, rounded up to powers of two, stays with torch.
     "save-on-cpu": SaveOnCpu("torch save_on_cpu(pin_memory=True)", steps=2, warmup=1, is_peer=True),
@@ -245,6 +255,7 @@ def run_row(name: str, model: Any, tokens: torch.Tensor, steps: int) -> dict[str
         "moved_per_step": moved,
         "stats": after,
         "table": getattr(system, "table", None),
+        "explained": getattr(system, "words", None),
     }
 
 
@@ -267,9 +278,19 @@ def wire(device: torch.device) -> dict[str, float | None]:
     return found
 
 
-def against(row: dict[str, Any], plain: dict[str, Any], rates: dict[str, float | None]) -> None:
-    """Add what the wire and the row without offload say about a row."""
+def against(row: dict[str, Any], rows: list[dict[str, Any]], rates: dict[str, float | None]) -> None:
+    """Add what the wire, the row without offload and that of checkpointing say about a row."""
+    plain = rows[0] if rows else row
     row["times_nothing"] = row["median_s"] / plain["median_s"]
+    checkpointed = next((other for other in rows if other["name"] == "checkpoint" and "error" not in other), None)
+    if checkpointed is not None:
+        row["times_checkpoint"] = row["median_s"] / checkpointed["median_s"]
+    budget, peak = row["options"].get("budget_bytes"), row["torch_peak_bytes"]
+    if budget and peak:
+        row["predicted"] = row["table"][-1]
+        row["within_budget"] = peak <= budget
+        row["peak_error"] = row["predicted"]["predicted_peak_bytes"] / peak - 1
+        row["time_error"] = row["predicted"]["predicted_pass_s"] / row["median_s"] - 1
     moved = row["moved_per_step"]
     if not moved or rates["store_gbps"] is None or rates["fetch_gbps"] is None:
         return
@@ -297,7 +318,8 @@ def exactness(names: list[str], model: Any, tokens: torch.Tensor) -> dict[str, A
     found = {}
     for name in names:
         # A row that learns is looked at before and after.
-        compared = gradients(name, 4 if name == "forebay-auto" else 1)
+        learns = {"forebay-auto": 4}.get(name, 6 if "budget_bytes" in getattr(ROWS[name], "options", {}) else 1)
+        compared = gradients(name, learns)
         pairs = list(zip(reference, compared, strict=True))
         found[name] = sum(int((a.view(torch.int16) != b.view(torch.int16)).sum()) for a, b in pairs)
         del compared, pairs
@@ -315,7 +337,7 @@ def report(found: dict[str, Any]) -> None:
     lines = []
     for row in found["rows"]:
         if "error" in row:
-            lines.append([row["label"], f"FAILED: {row['error']}", *[""] * 9])
+            lines.append([row["label"], f"FAILED: {row['error']}", *[""] * 12])
             continue
         moved = row["moved_per_step"]
         lines.append(
@@ -325,9 +347,12 @@ def report(found: dict[str, Any]) -> None:
                 number(row["forward_s"], 1, 1e-3),
                 number(row["backward_s"], 1, 1e-3),
                 number(row.get("times_nothing"), 3),
+                number(row.get("times_checkpoint"), 3),
                 number(row.get("floor_s"), 1, 1e-3),
                 number(row.get("times_floor"), 3),
                 size(row["torch_peak_bytes"]),
+                number(row.get("peak_error"), 1, 1e-2),
+                number(row.get("time_error"), 1, 1e-2),
                 number(moved.get("stored_bytes"), 2, 1e9),
                 number(row.get("percent_of_wire"), 1),
                 number(moved.get("stall_s"), 1, 1e-3),
@@ -339,9 +364,12 @@ def report(found: dict[str, Any]) -> None:
         "forward",
         "backward",
         "x nothing",
+        "x checkpt",
         "floor ms",
         "x floor",
         "peak",
+        "peak pred %",
+        "ms pred %",
         "GB out",
         "% wire",
         "stall",
@@ -379,7 +407,7 @@ def main() -> int:
     for name in options.rows:
         try:
             row = run_row(name, model, tokens, options.steps)
-            against(row, found["rows"][0] if found["rows"] else row, found["wire"])
+            against(row, found["rows"], found["wire"])
         except Exception as error:
             row = {"name": name, "label": ROWS[name].label, "error": f"{type(error).__name__}: {error}"}
         found["rows"].append(row)
@@ -395,7 +423,7 @@ def main() -> int:
     if options.json is not None:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     report(found)
-    failed = any("error" in row for row in found["rows"])
+    failed = any("error" in row or not row.get("within_budget", True) for row in found["rows"])
     return int(failed or not found.get("exactness", {}).get("exact", True))
 
 

@@ -1,4 +1,7 @@
-"""Draw the rows of ``bench/step.py``: step time beside GPU memory, as one SVG file that needs nothing outside it.
+"""Draw a result as one SVG file that needs nothing outside it.
+
+Rows of ``bench/step.py`` become bars, step time beside GPU memory; rows of ``bench/activations.py`` become points, time
+against peak memory.
 
 usage: python bench/plot.py RESULTS.json OUT.svg
 """
@@ -119,12 +122,92 @@ def draw(found: dict[str, Any]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
+# Where points of activations lie, in pixels; both scales are logarithmic.
+FIELD = (76, 92, 860, 520)
+
+
+def ticks_between(least: float, most: float, wanted: tuple[float, ...]) -> list[float]:
+    """Return round numbers inside a range."""
+    powers = (10.0**power for power in range(6))
+    return [value * power for power in powers for value in wanted if least <= value * power <= most]
+
+
+def draw_activations(found: dict[str, Any]) -> str:
+    """Return the SVG of time against peak memory; budgets are joined by a line."""
+    rows = [row for row in found["rows"] if row.get("torch_peak_bytes")]
+    if not rows:
+        sys.exit("error: no row has GPU memory: run bench/activations.py on a GPU")
+    points = [(row["torch_peak_bytes"] / GIB, row["median_s"] * 1e3, row) for row in rows]
+    left, top, right, bottom = FIELD
+    sides = [(min(p[i] for p in points) * 0.9, max(p[i] for p in points) * 1.15) for i in (0, 1)]
+
+    def place(gib: float, ms: float) -> tuple[float, float]:
+        across, up = (
+            math.log(value / low) / math.log(high / low) for value, (low, high) in zip((gib, ms), sides, strict=True)
+        )
+        return left + (right - left) * across, bottom - (bottom - top) * up
+
+    machine = found["machine"]
+    about = (
+        f"12 layers of Qwen2-7B shape, {found['tokens'][0]} x {found['tokens'][1]} tokens, bf16, medians of "
+        f"{rows[0]['steps']} steps; {machine['gpu']}, torch {machine['torch']}, commit {str(found['commit'])[:12]}"
+    )
+    height = bottom + 66
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">',
+        f"<title>Forward and backward: time against peak memory</title><style>{STYLE}</style>",
+        f'<rect class="back" width="{WIDTH}" height="{height}"/>',
+        text("title", 20, 28, "Forward and backward: time against peak memory"),
+        text("small", 20, 48, about),
+        text("small", 20, top - 14, "ms (log)"),
+        text("small", right, bottom + 42, "peak above weights and gradients, GiB (log)", "end"),
+    ]
+    for gib in ticks_between(*sides[0], (1, 2, 3, 4, 6, 9)):
+        x, _ = place(gib, sides[1][0])
+        parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"/>')
+        parts.append(text("small", x, bottom + 18, f"{gib:.0f}", "middle"))
+    for ms in ticks_between(*sides[1], (1, 2, 3, 4, 5, 6, 7, 8)):
+        _, y = place(sides[0][0], ms)
+        parts.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(text("small", left - 8, y + 4, f"{ms:.0f}", "end"))
+    budgets = sorted(place(gib, ms) for gib, ms, row in points if row.get("options", {}).get("budget_bytes"))
+    if budgets:
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in budgets)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="#0969da" stroke-width="1.5"/>')
+    taken: list[tuple[float, float, float]] = []
+    for gib, ms, row in sorted(points, key=lambda point: point[:2]):
+        x, y = place(gib, ms)
+        own, budget = row["name"].startswith("forebay"), row.get("options", {}).get("budget_bytes")
+        parts.append(
+            f'<circle class="{"forebay" if own else "peer"}" cx="{x:.1f}" cy="{y:.1f}" r="{5 if budget else 4}"/>'
+        )
+        words = f"{budget / GIB:.0f} GiB: {ms:.0f}" if budget else f"{row['label']}: {ms:.0f}"
+        size = 6.6 * len(words)
+        start = x - size if x > (left + right) * 0.72 else x
+        # Budgets are named below their points, all others above, where there is room.
+        near = [20 + 15 * n for n in range(9)] if budget else [-9 - 15 * n for n in range(9)]
+        free = [
+            at
+            for at in near
+            if not any(abs(y + at - v) < 14 and start < high and low < start + size for low, high, v in taken)
+        ]
+        at = free[0] if free else near[0]
+        taken.append((start, start + size, y + at))
+        if abs(at) > 25:
+            parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{y:.1f}" y2="{y + at:.1f}"/>')
+        parts.append(text("own" if budget else "small", start, y + at, words))
+    parts.append(text("small", 20, bottom + 42, "the line joins the budgets of offload_activations(budget_bytes=...)"))
+    return "\n".join([*parts, "</svg>", ""])
+
+
 def main() -> None:
     """Read the results, write the picture."""
     if len(sys.argv) != 3:
         sys.exit("usage: python bench/plot.py RESULTS.json OUT.svg")
     source, target = Path(sys.argv[1]), Path(sys.argv[2])
-    target.write_text(draw(json.loads(source.read_text())))
+    found = json.loads(source.read_text())
+    is_activations = any("backward_s" in row for row in found["rows"])
+    target.write_text(draw_activations(found) if is_activations else draw(found))
     print(f"wrote {target}")
 
 

@@ -240,6 +240,14 @@ class Recomputed:
             return self.function(call, *args, **kwargs)
 
 
+def is_checkpointed(model: torch.nn.Module) -> bool:
+    """Whether a model of transformers has its gradient checkpointing switched on."""
+    return any(
+        getattr(module, "gradient_checkpointing", False) is True and module.__dict__.get(_CHECKPOINT) is not None
+        for module in model.modules()
+    )
+
+
 def wrap_checkpoints(model: torch.nn.Module, layers: list[Layer]) -> list[Callable[[], None]]:
     """Stand before the checkpoint functions that a model has switched on; return what undoes it."""
     undo: list[Callable[[], None]] = []

@@ -15,6 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from forebay._core import Activations
+from forebay.errors import OptionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,7 +128,9 @@ class Engine:
         # A storage's identity cannot be used again while a weak reference to it exists, so that an entry is found by
         # this very storage and by no later one at its address.
         self.guards: dict[int, StorageWeakRef] = {}
-        self.lock = threading.Lock()
+        # What the engine says about an entry and what is held of it change together. A collected tensor may release its
+        # own anywhere, also while this thread has the lock.
+        self.lock = threading.RLock()
 
     def stream(self) -> int:
         """Return torch's current stream."""
@@ -135,29 +138,38 @@ class Engine:
             return 0
         return int(torch._C._cuda_getCurrentRawStream(self.device.index))
 
-    def save(self, tensor: torch.Tensor, *, may_leave: bool, counted: bool) -> tuple[Saved, str | None]:
-        """Put a tensor on the tape, and on its way to the host if it is chosen."""
+    def save(
+        self, tensor: torch.Tensor, *, may_leave: bool, counted: bool, route: tuple[bool, int, int] | None = None
+    ) -> tuple[Saved, str | None]:
+        """Put a tensor on the tape, and on its way to the host if it is chosen, by a plan's route if there is one."""
         storage = tensor.untyped_storage()
         start, length = extent(tensor)
         # All of a storage travels if most of it is used, so that its other views find it; else the part that is.
         if 2 * length >= storage.nbytes():
             start, length = 0, storage.nbytes()
         address, size, version = storage.data_ptr(), storage.nbytes(), tensor._version
-        save, entry, start, new, leaves, dropped, reason = self.core.save(
-            storage._cdata, size, address, start, length, version, may_leave, counted, self.stream()
-        )
-        saved = Saved(self, tensor, save, entry)
-        if leaves:
-            saved.offset, saved.start = int(tensor.storage_offset()), start // tensor.element_size()
-        else:
-            saved.kept = tensor.detach()
-        if new:
-            self.guards[entry] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            if leaves and entry not in dropped:
-                self.held[entry] = storage
-        for entry in dropped:
-            self.held.pop(entry, None)
+        with self.lock:
+            save, entry, start, new, leaves, dropped, reason = self.core.save(
+                storage._cdata, size, address, start, length, version, may_leave, counted, self.stream(), route
+            )
+            saved = Saved(self, tensor, save, entry)
+            if leaves:
+                saved.offset, saved.start = int(tensor.storage_offset()), start // tensor.element_size()
+            else:
+                saved.kept = tensor.detach()
+            if new:
+                self.guards[entry] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+                if leaves and entry not in dropped:
+                    self.held[entry] = storage
+            for entry in dropped:
+                self.held.pop(entry, None)
         return saved, reason
+
+    def let_go_before(self, layer: int) -> None:
+        """Let go of the sources whose routes say so before a layer begins."""
+        with self.lock:
+            for entry in self.core.let_go_before(layer):
+                self.held.pop(entry, None)
 
     def load(self, saved: Saved) -> torch.Tensor:
         """Return a saved tensor, fetched ahead or now."""
@@ -189,7 +201,13 @@ class Engine:
                 raise
             return  # there is time to try again when it is wanted
         self.held[entry] = memory
-        self.core.fetch(entry, memory.data_ptr(), length, now, stream)
+        try:
+            self.core.fetch(entry, memory.data_ptr(), length, now, stream)
+        except OptionError:
+            # Released by another thread meanwhile: nobody wants it.
+            self.held.pop(entry, None)
+            if now:
+                raise
 
     def release(self, save: int) -> None:
         """Let go of what a saved tensor had, now that it is gone."""
@@ -238,13 +256,27 @@ class Saver:
         if self.stays(tensor) or (fixed is not None and tensor.untyped_storage()._cdata in fixed()):
             return Stay(tensor)
         saved, reason = self.engine(tensor.device).save(tensor, may_leave=may_leave, counted=counted)
+        self.warn_kept(reason)
+        return saved
+
+    def route(self, tensor: torch.Tensor, route: tuple[bool, int, int]) -> Saved:
+        """Take a tensor that does not stay out of it, and have it go by a plan's route."""
+        saved, reason = self.engine(tensor.device).save(tensor, may_leave=route[0], counted=True, route=route)
+        self.warn_kept(reason)
+        return saved
+
+    def stay(self, tensor: torch.Tensor) -> Stay:
+        """Take a tensor that stays where it is."""
+        return Stay(tensor)
+
+    def warn_kept(self, reason: str | None) -> None:
+        """Say once why tensors stay that were to leave."""
         if reason is not None and not self.warned:
             self.warned = True
             warnings.warn(
                 f"forebay keeps activations on the GPU: {reason}; raise pinned_budget_bytes, or lower fraction",
-                stacklevel=2,
+                stacklevel=3,
             )
-        return saved
 
     def unpack(self, packed: Saved | Stay) -> torch.Tensor:
         """Give it back, unchanged or not at all."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
+import warnings
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from forebay import _saved
-from forebay._layers import Layer, find_layers, wrap_checkpoints
+from forebay import _core, _saved
+from forebay._budget import Budget, capacity
+from forebay._layers import Layer, find_layers, is_checkpointed, wrap_checkpoints
+from forebay._planned import Begins, PlannedLayer
 from forebay._saved import Saver
 from forebay.errors import OptionError
 
@@ -27,6 +32,7 @@ _OPTIONS = (
     "recompute",
     "max_in_flight_bytes",
     "pinned_budget_bytes",
+    "budget_bytes",
 )
 
 
@@ -49,11 +55,27 @@ def _share(value: Any, *, auto: bool) -> float | None:
     return float(value)
 
 
+def _budget(value: Any) -> tuple[int | None, float | None]:
+    """Return a budget as bytes, or as a share of the device's memory."""
+    if isinstance(value, str) and (found := re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]+)?)%", value)):
+        share = float(found[1]) / 100
+        if 0 < share <= 1:
+            return None, share
+    elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value, None
+    raise OptionError(
+        f"invalid budget_bytes: {value!r}; give a whole number of bytes above 0 for what a pass may add to what is "
+        'allocated as it begins, or a string like "80%" for all that may be allocated of the GPU\'s memory'
+    )
+
+
 class ActivationOffload:
     """What :func:`offload_activations` returns: figures, and the way back."""
 
-    def __init__(self, saver: Saver, layers: list[Layer], undo: list[Callable[[], None]]) -> None:
-        self._saver, self._layers, self._undo = saver, layers, undo
+    def __init__(
+        self, saver: Saver, layers: list[Layer], undo: list[Callable[[], None]], budget: Budget | None = None
+    ) -> None:
+        self._saver, self._layers, self._undo, self._budget = saver, layers, undo, budget
 
     def stats(self) -> dict[str, float]:
         """Return sums since the beginning.
@@ -69,7 +91,14 @@ class ActivationOffload:
         return self._saver.stats()
 
     def table(self) -> list[dict[str, Any]]:
-        """Return the same for each layer, with the times of the last pass that could be read."""
+        """Return the same for each layer, with the times of the last pass that could be read.
+
+        Under a budget, once there is a plan: also the ``choice``, ``planned_kept_bytes`` and
+        ``planned_offloaded_bytes``, ``predicted_forward_s`` and ``predicted_backward_s`` beside the times measured
+        under that plan; and a last row with ``layer`` None for the whole pass: ``predicted_peak_bytes``,
+        ``peak_bytes``, ``predicted_pass_s``, ``pass_s``, and the errors of both predictions, ``peak_error`` and
+        ``time_error``, as a share of what was measured. Figures that were not measured are None.
+        """
         names = ("stored_bytes", "fetched_bytes", "kept_bytes", "stalls", "stall_s", "forward_s", "backward_s")
         rows: dict[int, dict[str, Any]] = {}
         for layer in self._layers:
@@ -80,7 +109,63 @@ class ActivationOffload:
                 for name, figure in zip(names, figures, strict=True):
                     if number in rows:
                         rows[number][name] += figure / 1e9 if name.endswith("_s") else figure
-        return list(rows.values())
+        return [*rows.values(), *self._compare(rows)]
+
+    def _compare(self, rows: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
+        """Add the plan and what was measured under it; return the row of the whole pass."""
+        figures = self._budget.figures() if self._budget is not None else None
+        if figures is None:
+            return []
+        plan, measured = figures["plan"], figures["measured"]
+        for number, chosen in enumerate(plan["layers"]):
+            if number not in rows:
+                continue
+            times = measured["layers"].get(number, {})
+            rows[number] |= {
+                "choice": chosen["word"],
+                "planned_kept_bytes": chosen["kept_bytes"],
+                "planned_offloaded_bytes": chosen["offloaded_bytes"],
+                "predicted_forward_s": chosen["forward_ns"] / 1e9,
+                "predicted_backward_s": chosen["backward_ns"] / 1e9,
+                "forward_s": times.get("forward_s"),
+                "backward_s": times.get("backward_s"),
+            }
+        peak, seconds = measured["peak_bytes"], measured["pass_s"]
+        return [
+            {
+                "layer": None,
+                "module": "pass",
+                "budget_bytes": plan["budget_bytes"],
+                "predicted_peak_bytes": plan["peak_bytes"],
+                "peak_bytes": peak,
+                "peak_error": plan["peak_bytes"] / peak - 1 if peak else None,
+                "predicted_pass_s": plan["pass_ns"] / 1e9,
+                "pass_s": seconds,
+                "time_error": plan["pass_ns"] / 1e9 / seconds - 1 if seconds else None,
+            }
+        ]
+
+    def plan(self) -> dict[str, Any] | None:
+        """Return the plan in force as plain data, or None where there is no budget or nothing has been planned yet."""
+        figures = self._budget.figures() if self._budget is not None else None
+        return json.loads(json.dumps(figures["plan"])) if figures is not None else None
+
+    def explain(self) -> str:
+        """Return in words what becomes of each layer, and how good the predictions were."""
+        figures = self._budget.figures() if self._budget is not None else None
+        if figures is None:
+            if self._budget is None:
+                return f"no budget; {self._saver.stats()['fraction']:.0%} of the bytes leave"
+            return "nothing has been planned yet: the first passes measure"
+        text = _core.explain_activations(json.dumps(figures["plan"]))
+        (row,) = self._compare({})
+        text += f"measured: {row['pass_s'] * 1e3:.1f} ms a pass, predicted {row['time_error']:+.1%}"
+        if row["peak_bytes"]:
+            text += f"; {row['peak_bytes'] / 2**30:.2f} GiB at the peak, predicted {row['peak_error']:+.1%}"
+        for kind in {id(kind): kind for kind in self._budget.kinds}.values() if self._budget is not None else ():
+            if kind.reason is not None:
+                text += f"\nlayer {kind.first} and those like it are never recomputed: {kind.reason}"
+        return text
 
     def reserve(self, pinned_bytes: int) -> None:
         """Pin memory now, in all so many bytes for each GPU of the model, instead of in the first forward pass.
@@ -111,11 +196,12 @@ class ActivationOffload:
 def offload_activations(
     model: torch.nn.Module,
     *,
+    budget_bytes: int | str | None = None,
     layers: Iterable[torch.nn.Module] | str | None = None,
     min_bytes: int = 1 << 20,
     fraction: float | str = "auto",
     keep_last: int = 1,
-    recompute: bool = False,
+    recompute: bool | str = "auto",
     max_in_flight_bytes: int | None = None,
     pinned_budget_bytes: int | None = None,
     **unknown: Any,
@@ -129,6 +215,13 @@ def offload_activations(
     ----------
     model
         Any module, on a GPU or on the CPU.
+    budget_bytes
+        Keep, offload or recompute what layers save, whichever takes least time within this much memory: bytes that a
+        pass, forward and backward, may add to what is allocated as it begins, gradients that it makes included; or
+        ``"80%"``, all that may be allocated of the GPU's memory. Both are torch's own count,
+        ``torch.cuda.max_memory_allocated``. The first two passes of a shape measure and take as little memory as can
+        be, and the first few that follow a plan are compared with it; these passes reset torch's peak statistics.
+        ``table`` and ``explain`` show the plan.
     layers
         The modules whose saved tensors are offloaded, in the order in which they run; or the name of a ModuleList. By
         default what FSDP2 wraps below the root, else the outermost ModuleList with most parameters.
@@ -140,7 +233,8 @@ def offload_activations(
     keep_last
         The last layers stay as they are: their tensors are wanted again at once.
     recompute
-        Recompute each layer in the backward pass and offload what is left, its inputs.
+        Recompute each layer in the backward pass and offload what is left, its inputs. By default nothing is recomputed
+        without a budget, and what the plan says with one; ``False`` beside a budget leaves keeping and offloading.
     max_in_flight_bytes
         How many bytes may be on their way out and still on the GPU, and how many may be fetched ahead. By default what
         the largest layer saves.
@@ -159,10 +253,24 @@ def offload_activations(
     share = _share(fraction, auto=True)
     least = _whole("min_bytes", min_bytes, 0) or 0
     last = _whole("keep_last", keep_last, 0) or 0
-    if not isinstance(recompute, bool):
-        raise OptionError(f"invalid recompute: {recompute!r}; use True or False")
+    if not isinstance(recompute, bool) and recompute != "auto":
+        raise OptionError(f"invalid recompute: {recompute!r}; use True or False, or leave it out")
     in_flight = _whole("max_in_flight_bytes", max_in_flight_bytes, 1, optional=True)
     budget = _whole("pinned_budget_bytes", pinned_budget_bytes, 0, optional=True)
+    if budget_bytes is not None:
+        limits = _budget(budget_bytes)
+        for name, given, default in (
+            ("fraction", fraction, "auto"),
+            ("keep_last", keep_last, 1),
+            ("max_in_flight_bytes", max_in_flight_bytes, None),
+        ):
+            if given != default:
+                raise OptionError(f"invalid {name}: {given!r}; budget_bytes decides that, so leave {name} out")
+        if recompute is True:
+            raise OptionError(
+                "invalid recompute: True; budget_bytes decides what is recomputed, so leave it out, or use False"
+            )
+    recompute, may_recompute = recompute is True, recompute is not False
     if recompute and share is None:
         # Inputs alone are few bytes: all of them hide.
         share = 1.0
@@ -174,6 +282,8 @@ def offload_activations(
                 "call remove() of the first offload_activations, or pass other layers"
             )
     saver = Saver(None, least, lambda where: _saved.open_engine(where, share, in_flight, budget))
+    if budget_bytes is not None:
+        return _planned(model, found, saver, *limits, may_recompute=may_recompute, pinned_budget_bytes=budget)
     if share == 0.0 and not recompute:
         return ActivationOffload(saver, [], [])
     wrapped = [
@@ -184,6 +294,40 @@ def offload_activations(
     for layer in wrapped:
         layer.install()
     return ActivationOffload(saver, wrapped, undo)
+
+
+def _planned(
+    model: torch.nn.Module,
+    found: list[torch.nn.Module],
+    saver: Saver,
+    limit: int | None,
+    share: float | None,
+    *,
+    may_recompute: bool,
+    pinned_budget_bytes: int | None,
+) -> ActivationOffload:
+    """Set a model up to follow a plan."""
+    if is_checkpointed(model):
+        raise OptionError(
+            "the model recomputes its layers already; budget_bytes decides what is recomputed, so call "
+            "gradient_checkpointing_disable() first"
+        )
+    tensor = next((t for t in (*model.parameters(), *model.buffers()) if t.device.type in ("cuda", "cpu")), None)
+    whole = capacity(tensor.device) if tensor is not None else None
+    if limit is not None and whole is not None and limit >= whole:
+        warnings.warn(
+            f"budget_bytes is {limit}, and {tensor.device if tensor is not None else ''} has {whole} bytes in all: "
+            "nothing is offloaded or recomputed; give less, or leave forebay out",
+            stacklevel=3,
+        )
+        return ActivationOffload(saver, [], [])
+    budget = Budget(saver, limit, share, may_recompute=may_recompute, pinned_budget_bytes=pinned_budget_bytes)
+    wrapped = [PlannedLayer(saver, number, module, budget) for number, module in enumerate(found)]
+    budget.adopt(wrapped)
+    hook = model.register_forward_pre_hook(Begins(budget), prepend=True)
+    for layer in wrapped:
+        layer.install()
+    return ActivationOffload(saver, list(wrapped), [hook.remove], budget)
 
 
 _savers: dict[tuple[Any, ...], Saver] = {}

@@ -1,9 +1,10 @@
 //! Activation offload as Python sees it: numbers in, numbers out.
 
-use forebay::Result;
-use forebay::activations::{Compute, Key, Offload, OffloadOptions, Place};
+use forebay::activations::{Compute, Key, Offload, OffloadOptions, Place, Route};
 use forebay::device::{Backend, CpuDevice, CpuOptions, LinkOptions, SharedDevice, open_with_budget};
+use forebay::plan::{ActivationPlan, PassCost};
 use forebay::pool::Pool;
+use forebay::{Error, Result};
 use pyo3::prelude::*;
 
 use crate::guard;
@@ -76,6 +77,11 @@ impl Activations {
         guard::run(py, || self.offload.leave(&self.compute(stream)?))
     }
 
+    /// Let go of what its route lets go of before a layer begins. Returns the entries.
+    fn let_go_before(&self, py: Python<'_>, layer: u32) -> PyResult<Vec<u64>> {
+        guard::run(py, || self.offload.let_go_before(layer))
+    }
+
     /// A pass begins where there are no layers.
     fn begin_pass(&self) {
         self.offload.begin_pass();
@@ -83,7 +89,9 @@ impl Activations {
 
     /// A tensor was saved: a range of a storage at a version. Returns the numbers of the save and of its entry, where
     /// the entry's range begins, whether it is new and whether it leaves the device, the entries to let go of now, and
-    /// why one that was to leave stays. A new entry that leaves has to be held until it is named.
+    /// why one that was to leave stays. A new entry that leaves has to be held until it is named. A route is what a plan
+    /// says: whether it leaves, the layer before which it is let go, the layer in whose backward pass it is fetched.
+    #[pyo3(signature = (storage, storage_bytes, addr, start_bytes, bytes, version, may_leave, counted, stream, route=None))]
     #[expect(clippy::too_many_arguments, reason = "numbers cross the border faster than objects")]
     fn save(
         &self,
@@ -97,11 +105,13 @@ impl Activations {
         may_leave: bool,
         counted: bool,
         stream: u64,
+        route: Option<(bool, u32, u32)>,
     ) -> PyResult<SavedNumbers> {
         guard::run(py, || {
             let key = Key { storage, storage_bytes, addr, start_bytes, bytes, version };
             let source = || torch::held(self.offload.device(), addr + start_bytes, bytes);
-            let outcome = self.offload.save(key, (may_leave, counted), source, &self.compute(stream)?)?;
+            let route = route.map(|(leaves, let_go_at, fetch_at)| Route { leaves, let_go_at, fetch_at });
+            let outcome = self.offload.save_routed(key, (may_leave, counted), route, source, &self.compute(stream)?)?;
             let saved = outcome.saved;
             let reason = outcome.exhausted.map(|exhausted| {
                 format!(
@@ -191,4 +201,42 @@ impl Activations {
             Ok(rows.collect())
         })
     }
+}
+
+fn json<T: serde::de::DeserializeOwned>(what: &'static str, text: &str) -> Result<T> {
+    serde_json::from_str(text).map_err(|error| Error::InvalidOption {
+        option: what,
+        value: text.chars().take(80).collect(),
+        remedy: error.to_string(),
+    })
+}
+
+/// Plan a pass: its costs and the plan as JSON. Costs were measured for so many tokens and are scaled to others. Without a
+/// budget the plan is the one that takes least memory.
+#[pyfunction]
+pub(crate) fn plan_activations(
+    py: Python<'_>,
+    cost: &str,
+    budget_bytes: Option<u64>,
+    tokens: u64,
+    measured_tokens: u64,
+) -> PyResult<String> {
+    guard::run(py, || {
+        let cost = json::<PassCost>("cost", cost)?.scaled(tokens, measured_tokens);
+        let plan = match budget_bytes {
+            Some(budget) => ActivationPlan::new(&cost, budget)?,
+            None => ActivationPlan::frugal(&cost),
+        };
+        serde_json::to_string(&plan).map_err(|error| Error::InvalidOption {
+            option: "plan",
+            value: String::new(),
+            remedy: error.to_string(),
+        })
+    })
+}
+
+/// A plan in words.
+#[pyfunction]
+pub(crate) fn explain_activations(py: Python<'_>, plan: &str) -> PyResult<String> {
+    guard::run(py, || Ok(json::<ActivationPlan>("plan", plan)?.to_string()))
 }

@@ -27,7 +27,7 @@ mod _core {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use crate::activations::Activations;
+    use crate::activations::{Activations, explain_activations, plan_activations};
     #[pymodule_export]
     use crate::checkpoint::{Checkpoint, HostCopies, Moved, Saving, Snapshot, release_copies, write_checkpoint};
     #[pymodule_export]

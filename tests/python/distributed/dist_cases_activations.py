@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +15,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import forebay
+
+# Plans by chance are those of the tests of activations.
+sys.path.append(str(Path(__file__).parents[1] / "activations"))
+from budget_helpers import by_chance
 
 WIDTH, ROWS = 48, 64
 OPTIONS: dict[str, Any] = {"fraction": 1.0, "keep_last": 1, "min_bytes": 2048}
@@ -93,6 +100,31 @@ def check(wrap: Any, **options: Any) -> None:
         handle.remove()
 
 
+def check_budget(wrap: Any) -> None:
+    """Compare training under a budget to training without, each rank with its own plans; before and after wrapping."""
+    expected = train(wrap(make()), steps=6)
+    for seed, first in enumerate((False, True)):
+        net = make()
+        budget: dict[str, Any] = {"budget_bytes": 1 << 29, "min_bytes": 256}
+        if first:
+            handle = forebay.offload_activations(net, **budget)
+            wrapped = wrap(net)
+        else:
+            wrapped = wrap(net)
+            handle = forebay.offload_activations(wrapped, **budget)
+        by_chance(handle, 10 * seed + dist.get_rank())
+        found = train(wrapped, steps=6)
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        assert handle.stats()["fetched_bytes"] > 0
+        assert handle._budget.kinds[0].reason is None, handle._budget.kinds[0].reason
+        assert handle.plan() is not None
+        gc.collect()
+        for engine in handle._saver.engines.values():
+            assert not engine.held
+            assert not engine.guards
+        handle.remove()
+
+
 def sharded(**options: Any) -> Any:
     def wrap(net: Net) -> Net:
         for block in net.blocks:
@@ -110,6 +142,21 @@ def ddp_gives_the_same_bits() -> None:
 @case(2)
 def ddp_with_recomputation_gives_the_same_bits() -> None:
     check(DistributedDataParallel, recompute=True)
+
+
+@case(2)
+def ddp_under_a_budget_gives_the_same_bits() -> None:
+    check_budget(DistributedDataParallel)
+
+
+@case(2)
+def fsdp_under_a_budget_gives_the_same_bits() -> None:
+    check_budget(sharded(reshard_after_forward=True))
+
+
+@case(2)
+def fsdp_in_bf16_under_a_budget_gives_the_same_bits() -> None:
+    check_budget(sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)))
 
 
 @case(2, 3)

@@ -21,6 +21,9 @@ const IN_FLIGHT_BYTES: u64 = 64 << 20;
 /// Copies that are submitted and have not ended.
 const IN_FLIGHT_COPIES: usize = 16;
 
+/// With each timed copy, so large a part of what was seen before is forgotten.
+const FADE_PARTS: u64 = 8;
+
 /// A copy to make.
 #[derive(Debug)]
 pub(crate) struct Job {
@@ -105,7 +108,7 @@ impl Lane {
         self.queue.cancel(ticket)
     }
 
-    /// The rate of the copies so far, in bytes per nanosecond, which is GB/s; none before the first has been timed.
+    /// The rate of the last copies, in bytes per nanosecond, which is GB/s; none before the first has been timed.
     pub(crate) fn rate(&self) -> Option<f64> {
         let (bytes, ns) = (self.seen.bytes.load(Relaxed), self.seen.ns.load(Relaxed));
         (ns > 0).then(|| bytes as f64 / ns as f64)
@@ -194,8 +197,13 @@ impl Worker {
             return Ok(false);
         }
         let ns = self.device.elapsed_ns(&self.timer[0], &self.timer[1])?;
-        self.seen.bytes.fetch_add(std::mem::take(&mut self.timed_bytes), Relaxed);
-        self.seen.ns.fetch_add(ns, Relaxed);
+        // The first copies are slow in many ways: what was seen long ago counts less and less.
+        let fade = |seen: &AtomicU64, new: u64| {
+            let old = seen.load(Relaxed);
+            seen.store(old - old / FADE_PARTS + new, Relaxed);
+        };
+        fade(&self.seen.bytes, std::mem::take(&mut self.timed_bytes));
+        fade(&self.seen.ns, ns);
         Ok(true)
     }
 }

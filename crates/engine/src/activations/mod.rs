@@ -40,7 +40,7 @@ use clock::{Balance, Clock, Half};
 use lane::{Job, Lane};
 use marks::{Mark, Marks};
 use queue::{Cancelled, Ticket};
-pub use tape::{EntryId, Key, Opened, Place, SaveId, Saved, Tape};
+pub use tape::{EntryId, Key, Opened, Place, Route, SaveId, Saved, Tape};
 
 use crate::error::{Error, Result};
 use crate::pool::Pool;
@@ -257,6 +257,17 @@ impl Offload {
         Ok(())
     }
 
+    /// Lets go of the sources whose routes say so before `layer` begins; the caller may do the same.
+    pub fn let_go_before(&self, layer: u32) -> Result<Vec<EntryId>> {
+        let state = &mut *self.state();
+        let mut dropped = Vec::new();
+        while let Some(entry) = state.tape.due_before(layer) {
+            self.finish_store(state, entry)?;
+            dropped.push(entry);
+        }
+        Ok(dropped)
+    }
+
     /// A pass begins where there are no layers.
     pub fn begin_pass(&self) {
         self.state().tape.begin();
@@ -282,13 +293,25 @@ impl Offload {
     pub fn save(
         &self,
         key: Key,
+        how: (bool, bool),
+        source: impl FnOnce() -> Result<Region>,
+        compute: &Compute,
+    ) -> Result<SaveOutcome> {
+        self.save_routed(key, how, None, source, compute)
+    }
+
+    /// The same, with what a plan says about it.
+    pub fn save_routed(
+        &self,
+        key: Key,
         (may_leave, counted): (bool, bool),
+        route: Option<Route>,
         source: impl FnOnce() -> Result<Region>,
         compute: &Compute,
     ) -> Result<SaveOutcome> {
         let state = &mut *self.state();
         let (layer, pass) = (state.layer, state.tape.pass());
-        let mut saved = state.tape.save(key, may_leave, counted);
+        let mut saved = state.tape.save_routed(key, may_leave, counted, route);
         let mut exhausted = None;
         if saved.new && may_leave {
             state.clock.eligible(pass, key.bytes);

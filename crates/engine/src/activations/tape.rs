@@ -11,8 +11,11 @@
 //!
 //! So at most a window's bytes are held back from leaving and at most a window's bytes have arrived early, and both
 //! follow the computation: where half of the bytes are kept, half a window is in flight.
+//!
+//! A save may come with a [`Route`] instead, which a plan has made for it: then it goes where the route says, is let go
+//! at the end of one layer and fetched from the first use in another layer on, whatever the window is.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 
 /// A saved tensor, numbered in the order of saving.
 pub type SaveId = u64;
@@ -44,6 +47,17 @@ impl Key {
     }
 }
 
+/// What a plan says about a save.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Route {
+    /// Whether it leaves the device.
+    pub leaves: bool,
+    /// Its source is let go when this layer is about to begin, at the end of the one before.
+    pub let_go_at: u32,
+    /// It is fetched from the first use of a save of this layer, or of one before it, on.
+    pub fetch_at: u32,
+}
+
 /// Where an entry's bytes are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
@@ -65,6 +79,8 @@ struct Entry {
     place: Place,
     /// Bytes saved before it.
     start: u64,
+    pass: u64,
+    route: Option<Route>,
     saves: Vec<SaveId>,
 }
 
@@ -75,6 +91,8 @@ struct Save {
     layer: u32,
     /// Bytes saved before it.
     start: u64,
+    /// The layer whose first use has it fetched, where a route says so.
+    fetch_at: Option<u32>,
     uses: u32,
 }
 
@@ -119,7 +137,11 @@ pub struct Tape {
     known: HashMap<Key, EntryId>,
     saves: BTreeMap<SaveId, Save>,
     /// Entries on their way out, oldest first.
-    leaving: std::collections::VecDeque<EntryId>,
+    leaving: VecDeque<EntryId>,
+    /// The same for those that a route says when to let go of.
+    routed: VecDeque<EntryId>,
+    /// The last layer whose saves were used, and its pass: routes are looked through when it changes.
+    used: Option<(u64, u32)>,
     next: u64,
     total: u64,
     pass: u64,
@@ -142,7 +164,9 @@ impl Tape {
             entries: HashMap::new(),
             known: HashMap::new(),
             saves: BTreeMap::new(),
-            leaving: std::collections::VecDeque::new(),
+            leaving: VecDeque::new(),
+            routed: VecDeque::new(),
+            used: None,
             next: 0,
             total: 0,
             pass: 0,
@@ -203,13 +227,19 @@ impl Tape {
     /// A tensor was saved. `may_leave` says that it is one to offload, as far as the fraction allows; one that is not
     /// counted takes no room on the tape and only tells where its use is.
     pub fn save(&mut self, key: Key, may_leave: bool, counted: bool) -> Saved {
+        self.save_routed(key, may_leave, counted, None)
+    }
+
+    /// The same, with what a plan says about it.
+    pub fn save_routed(&mut self, key: Key, may_leave: bool, counted: bool, route: Option<Route>) -> Saved {
         let (save, start) = (self.next, self.total);
         self.next += 1;
         // All of a storage serves for any part of it.
         let known = self.known.get(&key.whole()).or_else(|| self.known.get(&key)).copied();
         let entry = known.unwrap_or(save);
         let (pass, layer) = (self.pass, self.layer);
-        self.saves.insert(save, Save { entry, pass, layer, start, uses: 0 });
+        let fetch_at = route.map(|route| route.fetch_at);
+        self.saves.insert(save, Save { entry, pass, layer, start, fetch_at, uses: 0 });
         if let Some(found) = known.and_then(|entry| self.entries.get_mut(&entry)) {
             found.saves.push(save);
             let (start_bytes, offload) = (found.key.start_bytes, found.place != Place::Kept);
@@ -219,12 +249,13 @@ impl Tape {
             self.total += key.bytes;
             self.largest_entry = self.largest_entry.max(key.bytes);
         }
-        let offload = may_leave && self.is_chosen(key.bytes);
+        let offload = may_leave && route.map_or_else(|| self.is_chosen(key.bytes), |route| route.leaves);
         let place = if offload { Place::Leaving } else { Place::Kept };
-        self.entries.insert(entry, Entry { key, place, start, saves: vec![save] });
+        self.entries.insert(entry, Entry { key, place, start, pass, route, saves: vec![save] });
         self.known.insert(key, entry);
         if offload {
-            self.leaving.push_back(entry);
+            let queue = if route.is_some() { &mut self.routed } else { &mut self.leaving };
+            queue.push_back(entry);
         }
         Saved { save, entry, start_bytes: key.start_bytes, new: true, offload }
     }
@@ -243,6 +274,7 @@ impl Tape {
     /// There was no memory for an entry that was to leave: it stays.
     pub fn keep(&mut self, entry: EntryId) {
         self.leaving.retain(|&leaving| leaving != entry);
+        self.routed.retain(|&leaving| leaving != entry);
         self.put(entry, Place::Kept);
     }
 
@@ -259,6 +291,41 @@ impl Tape {
         Some(oldest)
     }
 
+    /// The oldest entry that its route lets go of before `layer` begins; call again until there is none.
+    pub fn due_before(&mut self, layer: u32) -> Option<EntryId> {
+        let &oldest = self.routed.front()?;
+        let is_due = self
+            .entries
+            .get(&oldest)
+            .is_none_or(|entry| entry.pass != self.pass || entry.route.is_none_or(|route| route.let_go_at <= layer));
+        if !is_due {
+            return None;
+        }
+        self.routed.pop_front();
+        self.put(oldest, Place::Host);
+        Some(oldest)
+    }
+
+    /// Entries whose routes have them fetched by now, those used soonest first.
+    fn routed_ahead(&mut self, used: Save) -> Vec<EntryId> {
+        if self.used.replace((used.pass, used.layer)) == Some((used.pass, used.layer)) {
+            return Vec::new();
+        }
+        let mut found: Vec<EntryId> = Vec::new();
+        for other in self.saves.values().rev() {
+            if other.pass != used.pass || other.layer > used.layer || other.uses >= used.uses {
+                continue;
+            }
+            let Some(entry) = self.entries.get(&other.entry) else { continue };
+            // An entry that several layers share is wanted by the first of them that comes.
+            let wanted = other.fetch_at.is_some_and(|layer| layer >= used.layer);
+            if wanted && entry.place == Place::Host && other.entry != used.entry && !found.contains(&other.entry) {
+                found.push(other.entry);
+            }
+        }
+        found
+    }
+
     /// A saved tensor is used.
     pub fn open(&mut self, save: SaveId) -> Option<Opened> {
         let window = self.window();
@@ -268,7 +335,7 @@ impl Tape {
             *used
         };
         let place = self.entries.get(&used.entry)?.place;
-        let mut ahead = Vec::new();
+        let mut ahead = self.routed_ahead(used);
         for (_, other) in self.saves.range(..save).rev() {
             if other.pass != used.pass || used.start - other.start > window {
                 break;
@@ -276,7 +343,7 @@ impl Tape {
             if other.uses >= used.uses || other.entry == used.entry || ahead.contains(&other.entry) {
                 continue;
             }
-            if self.entries.get(&other.entry).is_some_and(|entry| entry.place == Place::Host) {
+            if self.entries.get(&other.entry).is_some_and(|entry| entry.place == Place::Host && entry.route.is_none()) {
                 ahead.push(other.entry);
             }
         }
@@ -288,7 +355,11 @@ impl Tape {
         }
         let hold = self.entries.get(&used.entry).is_some_and(|entry| {
             entry.saves.iter().filter_map(|id| self.saves.get(id)).any(|other| {
-                other.pass == used.pass && other.uses < used.uses && other.start.abs_diff(used.start) <= window
+                let soon = match other.fetch_at {
+                    Some(layer) => layer >= used.layer,
+                    None => other.start.abs_diff(used.start) <= window,
+                };
+                other.pass == used.pass && other.uses < used.uses && soon
             })
         });
         Some(Opened { entry: used.entry, place, ahead, hold })
@@ -331,6 +402,7 @@ impl Tape {
         self.known.remove(&entry.key);
         if entry.place == Place::Leaving {
             self.leaving.retain(|&leaving| leaving != id);
+            self.routed.retain(|&leaving| leaving != id);
         }
         Some((id, entry.place))
     }
@@ -473,6 +545,79 @@ mod tests {
         let marks: Vec<_> = (10..20).map(|storage| tape.save(key(storage, 500), false, false)).collect();
         assert_eq!((tape.due(), tape.place(input.entry)), (None, Some(Place::Leaving)));
         assert_eq!(tape.open(marks[9].save).unwrap().place, Place::Kept);
+    }
+
+    #[test]
+    fn routes_say_what_leaves_when_it_is_let_go_and_when_it_is_fetched() {
+        // A window of one byte would let go of everything at once.
+        let mut tape = Tape::new(Some(1), 1.0);
+        let route = |leaves, let_go_at, fetch_at| Some(Route { leaves, let_go_at, fetch_at });
+        let mut saved = Vec::new();
+        let routes = [route(true, 2, 3), route(true, 3, 1), route(false, 3, 3), route(true, 4, 3)];
+        for (layer, route) in routes.into_iter().enumerate() {
+            tape.enter(layer as u32, layer == 0);
+            saved.push(tape.save_routed(key(layer as u64 + 1, 100), true, true, route));
+            assert_eq!(tape.due(), None, "routes do not follow the window");
+            tape.leave();
+            let mut gone = Vec::new();
+            while let Some(entry) = tape.due_before(layer as u32 + 1) {
+                gone.push(entry);
+            }
+            let expected: &[EntryId] = match layer {
+                1 => &[saved[0].entry],
+                2 => &[saved[1].entry],
+                3 => &[saved[3].entry],
+                _ => &[],
+            };
+            assert_eq!(gone, expected, "at the end of layer {layer}");
+        }
+        assert_eq!(tape.place(saved[2].entry), Some(Place::Kept));
+        let last = tape.open(saved[3].save).unwrap();
+        assert_eq!((last.place, last.ahead), (Place::Host, vec![saved[0].entry]));
+        assert!(tape.open(saved[2].save).unwrap().ahead.is_empty());
+        let second = tape.open(saved[1].save).unwrap();
+        assert_eq!((second.place, second.ahead.len()), (Place::Host, 0), "wanted no earlier than now");
+        assert_eq!(tape.open(saved[0].save).unwrap().place, Place::Arriving);
+    }
+
+    #[test]
+    fn what_several_layers_share_is_fetched_for_the_first_and_held_for_the_next() {
+        let mut tape = Tape::new(None, 1.0);
+        let shared = key(7, 100);
+        let mut saves = Vec::new();
+        for layer in 0..4u32 {
+            tape.enter(layer, layer == 0);
+            let route = Some(Route { leaves: true, let_go_at: layer + 1, fetch_at: (layer + 1).min(3) });
+            saves.push(tape.save_routed(shared, true, true, route));
+            saves.push(tape.save_routed(key(u64::from(layer) + 10, 50), true, true, route));
+            tape.leave();
+            while tape.due_before(layer + 1).is_some() {}
+        }
+        assert!(saves.iter().step_by(2).all(|saved| saved.entry == saves[0].entry));
+        for layer in (0..4u32).rev() {
+            let (own, other) = (saves[2 * layer as usize + 1], saves[2 * layer as usize]);
+            let opened = tape.open(own.save).unwrap();
+            assert_eq!(opened.ahead.contains(&other.entry), layer == 3, "once, with the first use of all");
+            tape.arrived(own.entry);
+            let opened = tape.open(other.save).unwrap();
+            assert!(matches!(opened.place, Place::Arriving | Place::Here), "layer {layer}: {:?}", opened.place);
+            assert_eq!(opened.hold, layer > 0);
+            tape.arrived(other.entry);
+        }
+    }
+
+    #[test]
+    fn what_a_pass_left_behind_is_let_go_in_the_next() {
+        let mut tape = Tape::new(None, 1.0);
+        tape.enter(0, true);
+        let route = Some(Route { leaves: true, let_go_at: 9, fetch_at: 0 });
+        let left = tape.save_routed(key(1, 10), true, true, route).entry;
+        assert_eq!(tape.due_before(1), None);
+        tape.enter(0, false);
+        assert_eq!(tape.due_before(1), None, "the same layer again is the same pass");
+        tape.enter(1, false);
+        tape.enter(0, false);
+        assert_eq!(tape.due_before(1), Some(left));
     }
 
     proptest! {

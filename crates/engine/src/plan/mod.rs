@@ -4,12 +4,16 @@
 //! starting at a multiple of [`ALIGN_ELEMENTS`]. A chunk is the same range of elements in every arena of its bucket,
 //! as many as fit a slot; it may cut tensors anywhere. A segment is the part of one tensor that lies in one chunk.
 
+mod activations;
+
 use std::fmt;
 use std::fmt::Write as _;
 use std::ops::Range;
 
 use forebay_device::{ALIGN_BYTES, PIECE_BYTES};
 use serde::{Deserialize, Serialize};
+
+pub use activations::{ActivationPlan, Choice, LayerCost, LayerPlan, Moment, PassCost, TensorCost};
 
 use crate::error::{Error, Result};
 
