@@ -6,7 +6,7 @@ from _typeshed import Incomplete, SupportsGetItem, SupportsLenAndGetItem
 from os import PathLike
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["CHECKPOINT_BLOCK_BYTES", "Activations", "Checkpoint", "Engine", "HostCopies", "HostView", "Moved", "Saving", "Slabs", "Snapshot", "_errors_for_test", "_gil_is_released_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "check_host", "explain_activations", "host_memory", "look", "plan_activations", "probe", "release_copies", "version", "write_checkpoint"]
+__all__ = ["CHECKPOINT_BLOCK_BYTES", "Activations", "Checkpoint", "Engine", "HostCopies", "HostView", "Looked", "Moved", "Saving", "Slabs", "Snapshot", "_errors_for_test", "_gil_is_released_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "check_host", "explain_activations", "host_memory", "look", "look_with_gradients", "plan_activations", "probe", "release_copies", "version", "write_checkpoint"]
 
 CHECKPOINT_BLOCK_BYTES: Final[int]
 """
@@ -145,7 +145,7 @@ class Engine:
     def host_stats(self, /) -> list[int]:
         """
         The host's part of the last step: threads, chunks, state_bytes, down_bytes, up_bytes, run_ns, wire_wait_ns,
-        update_wait_ns. Zeros where it has none.
+        update_wait_ns, and the time of the device's part. Zeros where it has none.
         """
     def land(self, /, store: SupportsIndex, tensor: SupportsIndex, addr: SupportsIndex, bytes: SupportsIndex, stream: SupportsIndex) -> None:
         """
@@ -193,7 +193,7 @@ class Engine:
         The last step in numbers, once its stores have ended: chunks, fetch_bytes, store_bytes, fetch_ns, update_ns,
         store_ns, stalls, stall_ns.
         """
-    def step(self, /, tensors: SupportsGetItem[int, Incomplete], groups: SupportsGetItem[int, tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, bool]], stream: SupportsIndex, grad_scale: SupportsIndex) -> None:
+    def step(self, /, tensors: SupportsGetItem[int, tuple[Looked, Looked, SupportsGetItem[int, SupportsIndex]]], groups: SupportsGetItem[int, tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, bool]], stream: SupportsIndex, grad_scale: SupportsIndex) -> None:
         """
         Update the tensors of every store, in the order of the stores. Returns when the last update has been submitted,
         or for memory on the host when it is done.
@@ -202,12 +202,12 @@ class Engine:
         """
         Block until every store has ended.
         """
-    def touch_state(self, /) -> tuple[int, float]:
+    def touch_state(self, /, others: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]]) -> tuple[int, float]:
         """
-        Read and write every byte of the state with the host's threads, changing none; returns bytes and seconds. This
-        is the pace that the memory allows.
+        Read and write every byte of the state, and of other memory on the host (address and bytes of each, whole words),
+        with the host's threads, changing none; returns bytes and seconds. This is the pace that the memory allows.
         """
-    def update_resident(self, /, tensors: Incomplete, elements: SupportsGetItem[int, SupportsIndex], state: SupportsGetItem[int, SupportsLenAndGetItem[SupportsIndex]], steps: SupportsGetItem[int, SupportsIndex], groups: SupportsGetItem[int, tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, bool]], stream: SupportsIndex, grad_scale: SupportsIndex) -> None:
+    def update_resident(self, /, tensors: tuple[Looked, Looked, SupportsGetItem[int, SupportsIndex]], state: SupportsGetItem[int, SupportsLenAndGetItem[SupportsIndex]], steps: SupportsGetItem[int, SupportsIndex], groups: SupportsGetItem[int, tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, bool]], stream: SupportsIndex, grad_scale: SupportsIndex) -> None:
         """
         Update tensors whose state is on the device too: `state` has four addresses for each, 0 for an absent kind.
         """
@@ -236,6 +236,62 @@ class HostView:
     def __len__(self, /) -> int:
         """
         Bytes of the range.
+        """
+
+@final
+class Looked:
+    """
+    What a look at many tensors found.
+    """
+    def __len__(self, /) -> int: ...
+    def __new__(cls, /, addresses: SupportsGetItem[int, SupportsIndex], dtypes: SupportsGetItem[int, SupportsIndex], devices: SupportsGetItem[int, SupportsIndex], elements: SupportsGetItem[int, SupportsIndex], contiguous: bool) -> Looked:
+        """
+        The same from lists, all of one length. Types are 0 for f32, 1 for bf16, 2 for f16; address 0 is no tensor.
+        """
+    @property
+    def addresses(self, /) -> list[int]:
+        """
+        The address of each.
+        """
+    @property
+    def contiguous(self, /) -> bool:
+        """
+        Whether every one is contiguous.
+        """
+    @property
+    def devices(self, /) -> list[int]:
+        """
+        The number of each one's device, -1 for the host.
+        """
+    @property
+    def dtypes(self, /) -> bytes:
+        """
+        The number of each one's type.
+        """
+    @property
+    def elements(self, /) -> list[int]:
+        """
+        The elements of each.
+        """
+    def fits(self, /, other: Looked) -> bool:
+        """
+        Whether each is on the device of its counterpart and has as many elements.
+        """
+    def has_single(self, /) -> bool:
+        """
+        Whether one has a single element.
+        """
+    def reachable(self, /, device: SupportsIndex) -> bool:
+        """
+        Whether each is on this device or on the host.
+        """
+    def same_memory(self, /, other: Looked) -> bool:
+        """
+        Whether these are at the addresses of those, one by one.
+        """
+    def spread(self, /, places: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]], count: SupportsIndex) -> Looked:
+        """
+        These at other places of a longer list, with no tensor at the rest: `places` has old and new place of each.
         """
 
 @final
@@ -353,9 +409,10 @@ class Snapshot:
         """
         Whether a step would neither copy nor wait.
         """
-    def stats(self, /) -> tuple[int, int, int, int]:
+    def stats(self, /) -> tuple[int, int, int, int, int]:
         """
-        Bytes copied aside, bytes of memory taken for that, how often a step waited, and how long in nanoseconds.
+        Bytes copied aside, bytes of memory taken for that, how often a step waited and how long in nanoseconds, and how
+        often the writer gave way to a step.
         """
 
 def _errors_for_test() -> list[tuple[str, Any]]:
@@ -380,10 +437,10 @@ def backends() -> tuple[list[str], list[tuple[str, str]]]:
     The devices that can be opened, and for each backend that cannot be used here its name and the reason.
     """
 
-def bench_placements(device: str, link_gbps: SupportsFloat | SupportsIndex | None, params: SupportsIndex, host_threads: SupportsIndex | None, host_kernel: str | None, slots: SupportsIndex, chunk_bytes: SupportsIndex, rounds: SupportsIndex) -> str:
+def bench_placements(device: str, link_gbps: SupportsFloat | SupportsIndex | None, params: SupportsIndex, host_threads: SupportsIndex | None, host_kernel: str | None, slots: SupportsIndex, chunk_bytes: SupportsIndex, rounds: SupportsIndex, fractions: SupportsGetItem[int, SupportsFloat | SupportsIndex] = ...) -> str:
     """
-    Run the step at every placement over made-up bf16 parameters, in turns; JSON text. On the CPU backend the link may be
-    given a rate.
+    Run the step at every placement over made-up bf16 parameters, in turns, and at fixed shares of the host where asked
+    for; JSON text. On the CPU backend the link may be given a rate.
     """
 
 def bench_step(device: str | None, params: SupportsIndex, slots: SupportsIndex, chunk_bytes: SupportsIndex, steps: SupportsIndex) -> str:
@@ -406,10 +463,17 @@ def host_memory() -> tuple[int, int]:
     Bytes of host memory that this process may use in all, and that are available now.
     """
 
-def look(tensors: Any, table: Any) -> tuple[list[int], bytes, list[int], list[int], bool] | None:
+def look(tensors: Any, table: Any, plain: tuple[Any, Any]) -> Looked | None:
     """
     Look at torch's tensors through the table that `torch.Tensor.__dlpack_c_exchange_api__` names: one call for each
-    tensor instead of five from Python. Nothing where the table or a tensor is not as expected; then Python looks itself.
+    tensor instead of five from Python. Nothing where the table or a tensor is not as expected: then Python looks itself.
+    `plain` are the types of which a tensor may be.
+    """
+
+def look_with_gradients(parameters: Any, table: Any, plain: tuple[Any, Any]) -> tuple[Any, list[int] | None, Looked, Looked] | None:
+    """
+    Look at the parameters that have a gradient, and at their gradients, in one go. Returns the gradients, the places of
+    these parameters in the list (nothing where they are all of it), and what `look` finds for both.
     """
 
 def plan_activations(cost: str, budget_bytes: SupportsIndex | None, tokens: SupportsIndex, measured_tokens: SupportsIndex) -> str:
