@@ -213,3 +213,16 @@ def test_checkpoints_beside_training_stand_beside_their_limits(tmp_path: Path) -
     assert (free["extra_limit_bytes"], tight["extra_limit_bytes"]) == (None, 2_000_000 + (256 << 20))
     assert 0 < tight["stall_limit_s"] < 1.1 * tight["write_s"]
     assert "the step after the call" in done.stdout
+
+
+@pytest.mark.parametrize("without", ["0", "3"])
+def test_the_hosts_time_in_a_step_is_taken_apart(tmp_path: Path, without: str) -> None:
+    path = tmp_path / "host.json"
+    small = ["--device", "cpu", "--tensors", "50", "--steps", "2", "--without", without]
+    done = run("bench/host_work.py", *small, "--commit", "abc", "--json", path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert found["commit"] == "abc"
+    assert found["host_s"] <= found["call_s"]
+    assert len(found["parts_s"]) == 3
+    assert all(seconds > 0 for seconds in found["parts_s"].values())

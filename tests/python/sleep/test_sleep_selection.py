@@ -285,6 +285,7 @@ def test_a_module_waits_for_weights_that_it_reads_from_inside_another(
         assert torch.equal(bits(model(x)), bits(want))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
 @pytest.mark.parametrize("wrapped", [False, True], ids=["module.compile", "torch.compile"])
 def test_a_compiled_model_is_guarded_and_not_compiled_again(
     device: torch.device, wrapped: bool, lazy: bool, log: list[tuple[str, Any]]
