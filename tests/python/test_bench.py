@@ -2,8 +2,8 @@
 
 import copy
 import json
-import re
 import os
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
