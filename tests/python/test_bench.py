@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -154,7 +155,8 @@ def test_results_of_a_gpu_can_be_printed_again() -> None:
         cwd=REPOSITORY,
     )
     assert "host, bf16" in done.stdout
-    assert "wire 100 %" in done.stdout
+    placed = [row for row in stored["rows"] if row["last_step"]]
+    assert len(re.findall(r"wire \d+ %, memory \d+ %", done.stdout)) == len(placed) > 0
 
 
 def test_activation_offload_is_measured_and_exact(tmp_path: Path) -> None:
