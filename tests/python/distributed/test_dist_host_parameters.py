@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from forebay import _core
+from forebay._torch import look
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 GROUPS = [(1e-2, 0.9, 0.999, 1e-8, 0.1, False), (3e-3, 0.8, 0.95, 1e-6, 0.0, True)]
 STEPS = 4
 
@@ -61,16 +61,11 @@ def train(on_host: list[bool], scale: float | None) -> tuple[list[torch.Tensor],
     for step in range(STEPS):
         gradients = [torch.randn(spec.elements, generator=generator).to(spec.grad_dtype) for spec in SPECS]
         before = [parameter.clone() for parameter in parameters]
-        tensors = {
-            "param": [parameter.data_ptr() or 1 for parameter in parameters],
-            "param_dtype": [DTYPES[spec.dtype] for spec in SPECS],
-            "grad": [
-                0 if (step, i) == (1, WITHOUT_GRADIENT) else gradient.data_ptr() or 1
-                for i, gradient in enumerate(gradients)
-            ],
-            "grad_dtype": [DTYPES[spec.grad_dtype] for spec in SPECS],
-            "group": [spec.group for spec in SPECS],
-        }
+        found = [look(parameters), look(gradients)]
+        if step == 1:
+            here = [(i, i) for i in range(len(SPECS)) if i != WITHOUT_GRADIENT]
+            found = [looked.spread(here, len(SPECS)) for looked in found]
+        tensors = (*found, [spec.group for spec in SPECS])
         engine.step([tensors], GROUPS, 0, 0 if coefficient is None else coefficient.data_ptr())
         # Nothing is waited for here: parameters on the host are final when the step returns.
         for i, (parameter, old) in enumerate(zip(parameters, before, strict=True)):
@@ -110,9 +105,7 @@ def test_parameters_on_the_host_travel_through_the_ring():
         engine = _core.Engine("cpu", 2, 6144)
         engine.open_ring(0, None, 0)
         engine.add(["weight"], [10_000], [False], [False], [on_host], None)
-        tensors = {"param": [parameter.data_ptr()], "grad": [gradient.data_ptr()]}
-        tensors |= {"param_dtype": [0], "grad_dtype": [0], "group": [0]}
-        engine.step([tensors], GROUPS, 0, 0)
+        engine.step([(look([parameter]), look([gradient]), [0])], GROUPS, 0, 0)
         chunks.append(engine.stats()[0])
         engine.close()
     assert chunks[1] > 1.5 * chunks[0]
