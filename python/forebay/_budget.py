@@ -37,6 +37,8 @@ ROUNDS = 5
 """Plans of a shape that are checked and corrected before one is left alone."""
 FIRST_SHARE, SHARE = 0.98, 0.995
 """How much of the budget the first plan of a shape may use, before any was checked; and how much later ones may."""
+WIRE_CHANGE = 0.15
+"""If the wire turns out to be faster or slower than a plan took it to be by more than this, there is another plan."""
 SELECT_NS = 8_000
 """What watching an operation takes on the host."""
 STEP = 1.25
@@ -139,7 +141,7 @@ class Book:
         self.passes = 0
         self.rounds = 0
         self.done = False
-        self.cost: str | None = None
+        self.cost: dict[str, Any] | None = None
         self.plans: dict[int, dict[str, Any]] = {}
         # Measured less predicted, of the last plan that was checked.
         self.excess_bytes: float | None = None
@@ -340,7 +342,7 @@ class Budget:
             book.passes += 1
             if state.stage == MEASURING - 1:
                 book.tokens = state.tokens
-                book.cost = json.dumps(self._cost(state))
+                book.cost = self._cost(state)
             return
         self._check(state)
 
@@ -372,7 +374,9 @@ class Budget:
         # The first pass in a new way is slow in many ways, but it shows the peak.
         if plan["seen"] < 2 and not over:
             return
-        settled = plan["settled"] and not over
+        now = self._wire()
+        same_wire = all(abs(now[name] - plan[name]) <= WIRE_CHANGE * plan[name] for name in now)
+        settled = plan["settled"] and same_wire and not over
         if self.meter.is_known:
             excess = float(peak - plan["model_peak_bytes"])
             before = book.excess_bytes
@@ -406,20 +410,24 @@ class Budget:
         if known is not None and (self.limit is not None or abs(known["limit_bytes"] - limit) <= limit // 50):
             return known
         assert book.cost is not None
+        # The first copies to memory that was just pinned are slow, so the wire is looked at again for every plan.
+        wire = self._wire()
+        cost = json.dumps(book.cost | wire)
         settled = book.rounds > 0
         allowed = int(limit * SHARE - (book.excess_bytes or 0.0)) if settled else int(limit * FIRST_SHARE)
         try:
-            text = _core.plan_activations(book.cost, max(0, min(allowed, limit * 2)), planned, book.tokens)
+            text = _core.plan_activations(cost, max(0, min(allowed, limit * 2)), planned, book.tokens)
         except OptionError:
             if allowed >= limit:
                 raise
             # What was held back may be just what is missing.
-            text = _core.plan_activations(book.cost, limit, planned, book.tokens)
+            text = _core.plan_activations(cost, limit, planned, book.tokens)
         plan: dict[str, Any] = json.loads(text)
         plan["model_peak_bytes"], plan["model_pass_ns"] = plan["peak_bytes"], plan["pass_ns"]
         plan["peak_bytes"] = int(plan["peak_bytes"] + (book.excess_bytes or 0.0))
         plan["pass_ns"] = int(plan["pass_ns"] * book.pace)
         plan["limit_bytes"], plan["budget_bytes"], plan["settled"], plan["seen"] = limit, limit, settled, 0
+        plan |= wire
         book.plans[planned] = plan
         return plan
 
@@ -505,16 +513,19 @@ class Budget:
         first = backward[0] if backward else None
         if first is not None and n - 1 in leaves:
             outside += max(0, clock.ns(leaves[n - 1].mark, first.mark))
-        stats = self.saver.stats()
-        store, fetch = stats["store_gbps"], stats["fetch_gbps"]
         return {
             "layers": rows,
             "tail_bytes": max(0, first.peak - first.held - begin.now) if first is not None else 0,
             "outside_ns": outside,
-            "store_gbps": store or fetch or 1.0,
-            "fetch_gbps": fetch or store or 1.0,
-            "host_bytes": self._host_bytes(int(stats["pinned_bytes"])),
+            "host_bytes": self._host_bytes(int(self.saver.stats()["pinned_bytes"])),
+            **self._wire(),
         }
+
+    def _wire(self) -> dict[str, float]:
+        """Return the rates of the last copies, each way; before there were any both are alike."""
+        stats = self.saver.stats()
+        store, fetch = stats["store_gbps"], stats["fetch_gbps"]
+        return {"store_gbps": store or fetch or 1.0, "fetch_gbps": fetch or store or 1.0}
 
     def _host_bytes(self, pinned: int) -> int:
         """Return how much may be pinned in all."""

@@ -81,6 +81,48 @@ def test_the_peak_stays_within_the_budget_as_predicted(place: float, meter, devi
         assert peak_of(meter, lambda: train(model, x)) <= budget + x.nbytes
 
 
+def test_what_was_not_foreseen_is_made_up_for(meter, device: torch.device) -> None:
+    """From some pass on the loss takes memory that no measuring pass has seen: later plans leave room for it."""
+    model, x = stack(device, depth=8), data(device, rows=256)
+    expected = train(model, x)
+    whole = peak_of(meter, lambda: train(model, x))
+    ballast: list[int] = []
+
+    def run() -> None:
+        y = x.clone().requires_grad_()
+        loss = model(y).square().mean()
+        held = [torch.zeros(size, dtype=torch.uint8, device=device) for size in ballast]
+        loss.backward()
+        assert_same(expected, [*gradients(model), y.grad])
+        del held
+
+    budget = int(0.7 * whole)
+    with budgeted(model, budget) as handle:
+        for _ in range(MEASURING + 1):
+            run()
+        ballast.append(int(0.15 * whole))
+        run()
+        assert handle.table()[-1]["peak_bytes"] > budget, "the test shows nothing"
+        for _ in range(6):
+            run()
+        assert handle.table()[-1]["peak_bytes"] <= budget
+
+
+def test_what_leaves_is_what_the_plan_says(meter, device: torch.device) -> None:
+    model, x = stack(device, depth=8), data(device, rows=256)
+    whole = peak_of(meter, lambda: train(model, x))
+    with budgeted(model, int(0.5 * whole)) as handle:
+        planned(handle, lambda: train(model, x), MEASURING + 8)
+        before = {row["layer"]: row for row in handle.table()}
+        train(model, x)
+        after = {row["layer"]: row for row in handle.table()}
+        for layer in range(8):
+            left = after[layer]["stored_bytes"] - before[layer]["stored_bytes"]
+            stayed = after[layer]["kept_bytes"] - before[layer]["kept_bytes"]
+            assert left == after[layer]["planned_offloaded_bytes"], layer
+            assert stayed == after[layer]["planned_kept_bytes"], layer
+
+
 def test_more_budget_keeps_more(meter, device: torch.device) -> None:
     model, x = stack(device, depth=8), data(device, rows=256)
     whole = peak_of(meter, lambda: train(model, x))
@@ -112,13 +154,18 @@ def test_plans_by_chance_change_no_bit(seed: int, device: torch.device) -> None:
         assert_nothing_left(handle)
 
 
-@pytest.mark.parametrize("what", ["a GELU", "dropout", "changed in place", "several results", "a loop"])
+@pytest.mark.parametrize("what", ["a GELU", "dropout", "noise", "changed in place", "several results", "a loop"])
 @pytest.mark.parametrize("seed", range(3))
 def test_layers_of_many_builds_by_chance(what: str, seed: int, device: torch.device) -> None:
     class InPlace(Of):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             h = (x @ self.weight).add_(0.1).relu_()
             return x + (h @ self.weight).mul_(0.5).tanh()
+
+    class Noisy(Of):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = (x @ self.weight) * torch.rand_like(x)
+            return x + (h @ self.weight).tanh() * torch.rand_like(x)
 
     class Several(Of):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -138,6 +185,7 @@ def test_layers_of_many_builds_by_chance(what: str, seed: int, device: torch.dev
             "dropout": lambda: torch.nn.Sequential(
                 torch.nn.Dropout(0.2), linear, torch.nn.Dropout(0.3), torch.nn.Linear(WIDTH, WIDTH), torch.nn.Dropout()
             ),
+            "noise": lambda: Noisy(None),
             "changed in place": lambda: InPlace(None),
             "several results": lambda: Several(None),
             "a loop": lambda: Loop(None),
@@ -606,10 +654,24 @@ def test_the_same_figures_give_the_same_plan(meter, device: torch.device) -> Non
     with budgeted(model, LARGE) as handle:
         planned(handle, lambda: train(model, x))
         (book,) = [book for book in handle._budget.books.values() if book.cost is not None]
-        plans = {plan_activations(book.cost, LARGE, 96, 96) for _ in range(3)}
+        plans = {plan_activations(json.dumps(book.cost), LARGE, 96, 96) for _ in range(3)}
         assert len(plans) == 1
         with pytest.raises(forebay.OptionError, match="invalid cost"):
             plan_activations("{}", 1, 1, 1)
+
+
+def test_the_wire_is_looked_at_again_for_every_plan(meter, device: torch.device) -> None:
+    """The first copies are slow: a plan made for them would leave the wire idle ever after."""
+    model, x = stack(device, depth=6), data(device, rows=256)
+    whole = peak_of(meter, lambda: train(model, x))
+    with budgeted(model, int(0.7 * whole)) as handle:
+        rates = {"store_gbps": 0.001, "fetch_gbps": 0.001}
+        handle._budget._wire = lambda: dict(rates)
+        planned(handle, lambda: train(model, x), MEASURING + 2)
+        assert handle.plan()["store_gbps"] == 0.001
+        rates = {"store_gbps": 5.0, "fetch_gbps": 5.0}
+        planned(handle, lambda: train(model, x), 5)
+        assert handle.plan()["store_gbps"] == 5.0
 
 
 def test_without_a_budget_there_is_no_plan(device: torch.device) -> None:
