@@ -11,6 +11,7 @@ import torch
 from budget_helpers import Counted, CountedMeter, budgeted, by_chance, peak_of
 from offload_helpers import (
     ACTIVATION_BYTES,
+    MIN_BYTES,
     WIDTH,
     Block,
     Of,
@@ -98,20 +99,23 @@ def test_what_was_not_foreseen_is_made_up_for(meter, device: torch.device) -> No
 
     budget = int(0.7 * whole)
     with budgeted(model, budget) as handle:
-        for _ in range(MEASURING + 1):
-            run()
+        planned(handle, run, MEASURING + 7)
         ballast.append(int(0.15 * whole))
-        run()
-        assert handle.table()[-1]["peak_bytes"] > budget, "the test shows nothing"
-        for _ in range(6):
+        peaks = []
+        for _ in range(7):
             run()
-        assert handle.table()[-1]["peak_bytes"] <= budget
+            peaks.append(handle.table()[-1]["peak_bytes"])
+        assert max(peaks) > budget, "the test shows nothing"
+        assert peaks[-1] <= budget
 
 
-def test_what_leaves_is_what_the_plan_says(meter, device: torch.device) -> None:
+@pytest.mark.parametrize("place", [0.35, 0.5, 0.7])
+def test_what_leaves_is_what_the_plan_says(place: float, meter, device: torch.device) -> None:
     model, x = stack(device, depth=8), data(device, rows=256)
     whole = peak_of(meter, lambda: train(model, x))
-    with budgeted(model, int(0.5 * whole)) as handle:
+    with budgeted(model, int(place * whole)) as handle:
+        # As on a machine where the wire carries a good part of it.
+        handle._budget._wire = lambda: {"store_gbps": 0.2, "fetch_gbps": 0.2}
         planned(handle, lambda: train(model, x), MEASURING + 8)
         before = {row["layer"]: row for row in handle.table()}
         train(model, x)
@@ -119,8 +123,31 @@ def test_what_leaves_is_what_the_plan_says(meter, device: torch.device) -> None:
         for layer in range(8):
             left = after[layer]["stored_bytes"] - before[layer]["stored_bytes"]
             stayed = after[layer]["kept_bytes"] - before[layer]["kept_bytes"]
-            assert left == after[layer]["planned_offloaded_bytes"], layer
-            assert stayed == after[layer]["planned_kept_bytes"], layer
+            # Small results that go with a large one stay, and are not on the tape.
+            assert abs(left - after[layer]["planned_offloaded_bytes"]) < MIN_BYTES, layer
+            assert abs(stayed - after[layer]["planned_kept_bytes"]) < MIN_BYTES, layer
+
+
+def test_results_go_where_the_plan_says(device: torch.device) -> None:
+    model, x = stack(device), data(device)
+    expected = train(model, x)
+    with budgeted(model, LARGE) as handle:
+        planned(handle, lambda: train(model, x), MEASURING + 3)
+        budget, plan = handle._budget, handle.plan()
+        names = [key.func for key in budget.kinds[0].keys]
+        aten = torch.ops.aten
+        choices = {aten.tanh.default: "keep", aten.sigmoid.default: "offload", aten.mul.Tensor: "offload"}
+        assert choices.keys() <= set(names)
+        for layer in plan["layers"]:
+            chosen = [choices.get(name, "recompute") for name in names]
+            layer |= {"recompute": True, "input": "offload", "tensors": chosen, "let_go_at": 4, "fetch_at": 3}
+        budget.forced = lambda _: budget._ways(plan)
+        before = handle.stats()
+        assert_same(expected, train(model, x))
+        after = handle.stats()
+        wide = 2 * ACTIVATION_BYTES
+        assert after["stored_bytes"] - before["stored_bytes"] == 4 * (ACTIVATION_BYTES + 2 * wide)
+        assert after["kept_bytes"] - before["kept_bytes"] == 4 * wide
 
 
 def test_more_budget_keeps_more(meter, device: torch.device) -> None:
