@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 MEASURING = 2
 """Passes of a shape that measure before the first plan."""
+PATIENCE = 20
+"""Passes of a shape that are begun without a plan before something is said about it."""
 ROUNDS = 5
 """Plans of a shape that are checked and corrected before one is left alone."""
 FIRST_SHARE, SHARE = 0.98, 0.995
@@ -130,7 +132,6 @@ class Pass:
         self.tokens = 0
         self.callback = False
         self.ended = False
-        self.twice = False
 
 
 class Book:
@@ -138,6 +139,7 @@ class Book:
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
+        self.begun = 0
         self.passes = 0
         self.rounds = 0
         self.done = False
@@ -198,8 +200,11 @@ class Budget:
         """Note that the model was called: a pass begins with the next layer."""
         if torch.is_grad_enabled() and self.layers:
             self._find_device(self.layers[0].device)
-            now, _peak = self.meter.read()
-            self.fresh = Point("begin", -1, self.clock.mark(), now, 0, 0)
+            self.fresh = self._beginning()
+
+    def _beginning(self) -> Point:
+        now, peak = self.meter.read()
+        return Point("begin", -1, self.clock.mark(), now, peak, 0)
 
     def _find_device(self, device: torch.device) -> None:
         if self.clock.device != device:
@@ -212,7 +217,7 @@ class Budget:
             self._find_device(layer.device)
             begin, self.fresh = self.fresh, None
             if begin is None:
-                begin = Point("begin", -1, self.clock.mark(), self.meter.read()[0], 0, 0)
+                begin = self._beginning()
             self._finish(self.last)
             self.now = self._begin(begin, args, kwargs)
             self.last = self.now
@@ -239,6 +244,13 @@ class Budget:
         if book.cost is None:
             ways = [self._measuring(i, n) for i in range(n)]
             stage, watched = book.passes, True
+            book.begun += 1
+            if book.begun == PATIENCE:
+                self.say_once(
+                    f"{PATIENCE} forward passes over {tuple(shape)} were begun and {book.passes} were followed by a "
+                    "backward pass, so forebay has no plan for them yet: all layers are recomputed or offloaded; "
+                    "call backward, or evaluate under torch.no_grad()"
+                )
         else:
             limit = self._limit(begin.now)
             stage, watched = MEASURING, not book.done
@@ -317,8 +329,6 @@ class Budget:
                 self.point(state, "open", layer, engine)
 
     def _ends(self, state: Pass, engine: Engine) -> None:
-        # A second backward pass through the same graph, or one of several, says nothing about a pass.
-        state.twice = state.ended
         state.ended = True
         if state.watched:
             self.point(state, "end", -1, engine)
@@ -330,7 +340,7 @@ class Budget:
 
     def _finish(self, state: Pass | None) -> None:
         """Learn from a pass, if it has come to its end."""
-        if state is None or not state.ended or state.twice:
+        if state is None or not state.ended:
             return
         self.last = None
         if not state.watched:
@@ -353,8 +363,10 @@ class Budget:
             state.book.measured["pass_s"] = self.clock.ns(begin.mark, end.mark) / 1e9
             self.shown = state
         limit = self._limit(begin.now)
-        if self.meter.is_known and end.peak - begin.now > limit > 0 and state.plan is not None:
-            # Whose peak it was is not known: the next passes are watched.
+        # A peak from before, an optimizer's for one, is not this pass's.
+        is_new = self.meter.is_known and end.peak > begin.peak
+        if is_new and end.peak - begin.now > limit > 0 and state.plan is not None:
+            # In which layer it was is not known: the next passes are watched.
             state.book.done = False
             state.plan["seen"] = 0
 

@@ -109,6 +109,20 @@ def test_what_was_not_foreseen_is_made_up_for(meter, device: torch.device) -> No
         assert peaks[-1] <= budget
 
 
+def test_a_peak_outside_of_passes_is_none_of_its_business(meter, device: torch.device) -> None:
+    """An optimizer's peak must not have every other pass watched."""
+    model, x = stack(device, depth=6), data(device, rows=256)
+    whole = peak_of(meter, lambda: train(model, x))
+    with budgeted(model, int(0.7 * whole)) as handle:
+        planned(handle, lambda: train(model, x), MEASURING + 7)
+        (book,) = handle._budget.books.values()
+        for _ in range(4):
+            torch.zeros(3 * whole, dtype=torch.uint8, device=device)
+            train(model, x)
+            assert book.done
+            assert not handle._budget.last.watched
+
+
 @pytest.mark.parametrize("place", [0.35, 0.5, 0.7])
 def test_what_leaves_is_what_the_plan_says(place: float, meter, device: torch.device) -> None:
     model, x = stack(device, depth=8), data(device, rows=256)
@@ -416,6 +430,24 @@ def test_an_exception_in_the_middle(seed: int | None, device: torch.device) -> N
             faults.clear()
             assert_same(expected, train(model, x))
         assert_nothing_left(handle)
+
+
+def test_what_cannot_be_measured_is_said_once(device: torch.device) -> None:
+    model, x = stack(device), data(device)
+    expected = train(model, x)
+
+    def evaluate() -> None:
+        for _ in range(_budget.PATIENCE + 5):
+            model(x)
+
+    with budgeted(model, LARGE) as handle:
+        with pytest.warns(UserWarning, match="20 forward passes over .* and 0 were followed by a backward") as caught:
+            evaluate()
+        assert len(caught) == 1
+        assert handle.plan() is None
+        for _ in range(MEASURING + 1):
+            assert_same(expected, train(model, x))
+        assert handle.plan() is not None
 
 
 def test_double_backward(device: torch.device) -> None:

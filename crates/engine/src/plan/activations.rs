@@ -253,6 +253,8 @@ impl Way {
 const LEVEL_PARTS: u64 = 24;
 /// And there are no more of them than this.
 const LEVELS: usize = 12;
+/// With more layers the search looks less closely.
+const DEEP: usize = 32;
 /// The wire is taken to be slower by one part in so many than it was seen to be.
 const WIRE_MARGIN: u64 = 8;
 
@@ -501,7 +503,7 @@ impl Model<'_> {
         // Every change, best first as it was when it was last looked at; all are looked at again now and then.
         let mut changes: Vec<Change> = Vec::new();
         for step in 0usize.. {
-            if step % (1 + pick.len() / 8) == 0 || changes.is_empty() {
+            if step % (1 + pick.len() / 8).max(pick.len().saturating_sub(DEEP)) == 0 || changes.is_empty() {
                 changes = self.changes(pick, &here, taste);
                 if changes.is_empty() {
                     break;
@@ -631,7 +633,9 @@ impl ActivationPlan {
                 ),
             });
         }
-        let tastes = [None, Some(Choice::Offload), Some(Choice::Keep)].into_iter();
+        let tastes = [None, Some(Choice::Offload), Some(Choice::Keep)];
+        // In a deep model each step is small, and one way is as good as another.
+        let tastes = tastes.into_iter().take(if cost.layers.len() > DEEP { 1 } else { 3 });
         let tastes = tastes.flat_map(|only| [false, true].map(|by_bytes| Taste { by_bytes, only }));
         let mut paths: Vec<_> = tastes.flat_map(|taste| model.path(taste)).collect();
         let all: Vec<usize> = model.ways.iter().map(|ways| ways.len() - 1).collect();
