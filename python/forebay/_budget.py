@@ -33,10 +33,14 @@ if TYPE_CHECKING:
 
 MEASURING = 2
 """Passes of a shape that measure before the first plan."""
+PATIENCE = 20
+"""Passes of a shape that are begun without a plan before something is said about it."""
 ROUNDS = 5
 """Plans of a shape that are checked and corrected before one is left alone."""
 FIRST_SHARE, SHARE = 0.98, 0.995
 """How much of the budget the first plan of a shape may use, before any was checked; and how much later ones may."""
+WIRE_CHANGE = 0.15
+"""If the wire turns out to be faster or slower than a plan took it to be by more than this, there is another plan."""
 SELECT_NS = 8_000
 """What watching an operation takes on the host."""
 STEP = 1.25
@@ -128,7 +132,6 @@ class Pass:
         self.tokens = 0
         self.callback = False
         self.ended = False
-        self.twice = False
 
 
 class Book:
@@ -136,10 +139,11 @@ class Book:
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
+        self.begun = 0
         self.passes = 0
         self.rounds = 0
         self.done = False
-        self.cost: str | None = None
+        self.cost: dict[str, Any] | None = None
         self.plans: dict[int, dict[str, Any]] = {}
         # Measured less predicted, of the last plan that was checked.
         self.excess_bytes: float | None = None
@@ -196,8 +200,11 @@ class Budget:
         """Note that the model was called: a pass begins with the next layer."""
         if torch.is_grad_enabled() and self.layers:
             self._find_device(self.layers[0].device)
-            now, _peak = self.meter.read()
-            self.fresh = Point("begin", -1, self.clock.mark(), now, 0, 0)
+            self.fresh = self._beginning()
+
+    def _beginning(self) -> Point:
+        now, peak = self.meter.read()
+        return Point("begin", -1, self.clock.mark(), now, peak, 0)
 
     def _find_device(self, device: torch.device) -> None:
         if self.clock.device != device:
@@ -210,7 +217,7 @@ class Budget:
             self._find_device(layer.device)
             begin, self.fresh = self.fresh, None
             if begin is None:
-                begin = Point("begin", -1, self.clock.mark(), self.meter.read()[0], 0, 0)
+                begin = self._beginning()
             self._finish(self.last)
             self.now = self._begin(begin, args, kwargs)
             self.last = self.now
@@ -237,6 +244,13 @@ class Budget:
         if book.cost is None:
             ways = [self._measuring(i, n) for i in range(n)]
             stage, watched = book.passes, True
+            book.begun += 1
+            if book.begun == PATIENCE:
+                self.say_once(
+                    f"{PATIENCE} forward passes over {tuple(shape)} were begun and {book.passes} were followed by a "
+                    "backward pass, so forebay has no plan for them yet: all layers are recomputed or offloaded; "
+                    "call backward, or evaluate under torch.no_grad()"
+                )
         else:
             limit = self._limit(begin.now)
             stage, watched = MEASURING, not book.done
@@ -315,8 +329,6 @@ class Budget:
                 self.point(state, "open", layer, engine)
 
     def _ends(self, state: Pass, engine: Engine) -> None:
-        # A second backward pass through the same graph, or one of several, says nothing about a pass.
-        state.twice = state.ended
         state.ended = True
         if state.watched:
             self.point(state, "end", -1, engine)
@@ -328,7 +340,7 @@ class Budget:
 
     def _finish(self, state: Pass | None) -> None:
         """Learn from a pass, if it has come to its end."""
-        if state is None or not state.ended or state.twice:
+        if state is None or not state.ended:
             return
         self.last = None
         if not state.watched:
@@ -340,7 +352,7 @@ class Budget:
             book.passes += 1
             if state.stage == MEASURING - 1:
                 book.tokens = state.tokens
-                book.cost = json.dumps(self._cost(state))
+                book.cost = self._cost(state)
             return
         self._check(state)
 
@@ -351,8 +363,10 @@ class Budget:
             state.book.measured["pass_s"] = self.clock.ns(begin.mark, end.mark) / 1e9
             self.shown = state
         limit = self._limit(begin.now)
-        if self.meter.is_known and end.peak - begin.now > limit > 0 and state.plan is not None:
-            # Whose peak it was is not known: the next passes are watched.
+        # A peak from before, an optimizer's for one, is not this pass's.
+        is_new = self.meter.is_known and end.peak > begin.peak
+        if is_new and end.peak - begin.now > limit > 0 and state.plan is not None:
+            # In which layer it was is not known: the next passes are watched.
             state.book.done = False
             state.plan["seen"] = 0
 
@@ -372,7 +386,9 @@ class Budget:
         # The first pass in a new way is slow in many ways, but it shows the peak.
         if plan["seen"] < 2 and not over:
             return
-        settled = plan["settled"] and not over
+        now = self._wire()
+        same_wire = all(abs(now[name] - plan[name]) <= WIRE_CHANGE * plan[name] for name in now)
+        settled = plan["settled"] and same_wire and not over
         if self.meter.is_known:
             excess = float(peak - plan["model_peak_bytes"])
             before = book.excess_bytes
@@ -406,20 +422,24 @@ class Budget:
         if known is not None and (self.limit is not None or abs(known["limit_bytes"] - limit) <= limit // 50):
             return known
         assert book.cost is not None
+        # The first copies to memory that was just pinned are slow, so the wire is looked at again for every plan.
+        wire = self._wire()
+        cost = json.dumps(book.cost | wire)
         settled = book.rounds > 0
         allowed = int(limit * SHARE - (book.excess_bytes or 0.0)) if settled else int(limit * FIRST_SHARE)
         try:
-            text = _core.plan_activations(book.cost, max(0, min(allowed, limit * 2)), planned, book.tokens)
+            text = _core.plan_activations(cost, max(0, min(allowed, limit * 2)), planned, book.tokens)
         except OptionError:
             if allowed >= limit:
                 raise
             # What was held back may be just what is missing.
-            text = _core.plan_activations(book.cost, limit, planned, book.tokens)
+            text = _core.plan_activations(cost, limit, planned, book.tokens)
         plan: dict[str, Any] = json.loads(text)
         plan["model_peak_bytes"], plan["model_pass_ns"] = plan["peak_bytes"], plan["pass_ns"]
         plan["peak_bytes"] = int(plan["peak_bytes"] + (book.excess_bytes or 0.0))
         plan["pass_ns"] = int(plan["pass_ns"] * book.pace)
         plan["limit_bytes"], plan["budget_bytes"], plan["settled"], plan["seen"] = limit, limit, settled, 0
+        plan |= wire
         book.plans[planned] = plan
         return plan
 
@@ -505,16 +525,19 @@ class Budget:
         first = backward[0] if backward else None
         if first is not None and n - 1 in leaves:
             outside += max(0, clock.ns(leaves[n - 1].mark, first.mark))
-        stats = self.saver.stats()
-        store, fetch = stats["store_gbps"], stats["fetch_gbps"]
         return {
             "layers": rows,
             "tail_bytes": max(0, first.peak - first.held - begin.now) if first is not None else 0,
             "outside_ns": outside,
-            "store_gbps": store or fetch or 1.0,
-            "fetch_gbps": fetch or store or 1.0,
-            "host_bytes": self._host_bytes(int(stats["pinned_bytes"])),
+            "host_bytes": self._host_bytes(int(self.saver.stats()["pinned_bytes"])),
+            **self._wire(),
         }
+
+    def _wire(self) -> dict[str, float]:
+        """Return the rates of the last copies, each way; before there were any both are alike."""
+        stats = self.saver.stats()
+        store, fetch = stats["store_gbps"], stats["fetch_gbps"]
+        return {"store_gbps": store or fetch or 1.0, "fetch_gbps": fetch or store or 1.0}
 
     def _host_bytes(self, pinned: int) -> int:
         """Return how much may be pinned in all."""

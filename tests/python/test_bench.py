@@ -169,7 +169,7 @@ def test_activation_offload_is_measured_and_exact(tmp_path: Path) -> None:
         "--steps",
         "1",
         "--rows",
-        "nothing,checkpoint,forebay-full,forebay-recompute",
+        "nothing,checkpoint,forebay-full,forebay-recompute,forebay-6",
     ]
     command = [
         sys.executable,
@@ -186,7 +186,7 @@ def test_activation_offload_is_measured_and_exact(tmp_path: Path) -> None:
     found = json.loads(path.read_text())
     assert found["commit"] == "abc"
     assert found["exactness"] == {
-        "differing": {"nothing": 0, "forebay-full": 0, "forebay-recompute": 0},
+        "differing": {"nothing": 0, "forebay-full": 0, "forebay-recompute": 0, "forebay-6": 0},
         "exact": True,
     }
     rows = {row["name"]: row for row in found["rows"]}
@@ -194,6 +194,25 @@ def test_activation_offload_is_measured_and_exact(tmp_path: Path) -> None:
     assert full["stored_bytes"] > recomputed["stored_bytes"] > 0
     assert full["fetched_bytes"] > 0
     assert "gradients of forebay-full: equal, bit for bit" in done.stdout
+    assert rows["forebay-6"]["table"][-1]["predicted_pass_s"] > 0
+    assert rows["forebay-6"]["times_checkpoint"] > 0
+
+
+def test_activations_are_drawn_as_points(tmp_path: Path) -> None:
+    found = json.loads((REPOSITORY / "bench/results/h200_budgets.json").read_text())
+    source, picture = tmp_path / "found.json", tmp_path / "found.svg"
+    source.write_text(json.dumps(found))
+    assert run("bench/plot.py", source, picture).returncode == 0
+    drawn = picture.read_text()
+    assert drawn == (REPOSITORY / "bench/results/h200_budgets.svg").read_text(), "the picture is that of the figures"
+    assert drawn.count("<circle") == len(found["rows"]) == 10
+    ET.fromstring(drawn)
+    for row in found["rows"]:
+        row["torch_peak_bytes"] = None
+    source.write_text(json.dumps(found))
+    refused = run("bench/plot.py", source, picture)
+    assert refused.returncode == 1
+    assert "run bench/activations.py on a GPU" in refused.stderr
 
 
 def test_checkpoints_beside_training_stand_beside_their_limits(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ use std::collections::HashMap;
 
 use common::{Subject, device_error};
 use forebay::Error;
-use forebay::activations::{Compute, EntryId, Key, Offload, OffloadOptions, Place, SaveId};
+use forebay::activations::{Compute, EntryId, Key, Offload, OffloadOptions, Place, Route, SaveId, SaveOutcome};
 use forebay::device::fault::{Call, Misbehaviour};
 use forebay::device::{Buffer, Kernel, Region, Stream};
 use forebay::pool::Pool;
@@ -22,6 +22,8 @@ use proptest::test_runner::{Config, TestRunner};
 on_devices! {
     every:
         any_order_of_use_gives_the_right_bytes,
+        any_routes_give_the_right_bytes,
+        a_late_store_holds_what_its_route_lets_go_of,
         a_late_store_holds_the_reuse_of_its_source,
         a_late_store_holds_the_fetch_of_its_entry,
         a_late_store_holds_the_fetch_on_another_stream,
@@ -116,6 +118,11 @@ impl<'a> Model<'a> {
 
     /// Computes a tensor and saves it.
     fn save(&mut self, bytes: u64, value: u8, may_leave: bool) -> forebay::Result<Tensor> {
+        self.save_by(bytes, value, may_leave, None)
+    }
+
+    /// The same, with what a plan says about it.
+    fn save_by(&mut self, bytes: u64, value: u8, may_leave: bool, route: Option<Route>) -> forebay::Result<Tensor> {
         let memory = self.arena.take(bytes);
         self.fill(&memory, value);
         self.storages += 1;
@@ -127,20 +134,30 @@ impl<'a> Model<'a> {
             bytes,
             version: 0,
         };
-        self.save_as(key, memory, value, may_leave)
+        let source = memory.clone();
+        let outcome = self.offload.save_routed(key, (may_leave, true), route, || Ok(source), &self.compute)?;
+        self.take_note(outcome, memory, value, bytes)
     }
 
     fn save_as(&mut self, key: Key, memory: Region, value: u8, may_leave: bool) -> forebay::Result<Tensor> {
         let source = memory.clone();
         let outcome = self.offload.save(key, (may_leave, true), || Ok(source), &self.compute)?;
+        self.take_note(outcome, memory, value, key.bytes)
+    }
+
+    fn take_note(&mut self, outcome: SaveOutcome, memory: Region, value: u8, bytes: u64) -> forebay::Result<Tensor> {
         if outcome.saved.new {
             self.held.insert(outcome.saved.entry, memory);
         }
-        for entry in outcome.dropped {
+        self.drop_sources(outcome.dropped);
+        Ok(Tensor { save: outcome.saved.save, entry: outcome.saved.entry, value, bytes })
+    }
+
+    fn drop_sources(&mut self, dropped: Vec<EntryId>) {
+        for entry in dropped {
             let source = self.held.remove(&entry).expect("only what is held is dropped");
             self.arena.give(&source);
         }
-        Ok(Tensor { save: outcome.saved.save, entry: outcome.saved.entry, value, bytes: key.bytes })
     }
 
     /// Uses a saved tensor: every byte must be the one that was saved.
@@ -313,6 +330,57 @@ fn any_order_of_use_gives_the_right_bytes(on: &Subject) {
             Ok(())
         })
         .unwrap();
+}
+
+/// Layers, and for each what it saves: bytes, whether that leaves, when it is let go and when it is fetched.
+type Routed = Vec<Vec<(u64, bool, u32, u32)>>;
+
+fn run_routed(on: &Subject, layers: &Routed) -> u64 {
+    let mut model = Model::full(on, 1);
+    for pass in 0..2u8 {
+        let mut saved: Vec<Vec<Tensor>> = Vec::new();
+        for (i, tensors) in layers.iter().enumerate() {
+            model.offload.enter(i as u32, &model.compute).unwrap();
+            let mut own = Vec::new();
+            for (t, &(words, leaves, let_go, fetch)) in tensors.iter().enumerate() {
+                let route = Route { leaves, let_go_at: i as u32 + 1 + let_go, fetch_at: i as u32 + fetch };
+                let value = 1 + pass * 100 + (i * 7 + t) as u8;
+                own.push(model.save_by(words * WORD, value, true, Some(route)).unwrap());
+            }
+            model.offload.leave(&model.compute).unwrap();
+            let dropped = model.offload.let_go_before(i as u32 + 1).unwrap();
+            model.drop_sources(dropped);
+            model.scribble();
+            saved.push(own);
+        }
+        for own in saved.iter().rev() {
+            for &tensor in own.iter().rev() {
+                model.load(tensor).unwrap();
+                model.release(tensor).unwrap();
+                model.scribble();
+            }
+        }
+        assert!(model.held.is_empty(), "everything came back");
+    }
+    model.wrong_words()
+}
+
+fn any_routes_give_the_right_bytes(on: &Subject) {
+    let tensor = (1u64..300, prop::bool::weighted(0.7), 0u32..4, 0u32..4);
+    let layers = prop::collection::vec(prop::collection::vec(tensor, 0..5), 1..6);
+    let mut runner = TestRunner::new(Config { cases: 24, failure_persistence: None, ..Config::default() });
+    runner
+        .run(&layers, |layers| {
+            prop_assert_eq!(run_routed(&on.another(), &layers), 0, "words differ");
+            Ok(())
+        })
+        .unwrap();
+}
+
+fn a_late_store_holds_what_its_route_lets_go_of(on: &Subject) {
+    on.fault.on(Call::Copy, 0, DELAY);
+    let layers = vec![vec![(64, true, 0, 0), (64, true, 1, 1)], vec![(64, true, 0, 0)]];
+    assert_eq!(run_routed(on, &layers), 0);
 }
 
 fn a_late_store_holds_the_reuse_of_its_source(on: &Subject) {

@@ -23,7 +23,7 @@
 //! # The search
 //! It starts where nothing can be saved any more and takes, again and again, the change of one layer that gains most time
 //! for its bytes. The way from there to where everything is kept does not depend on the budget; the plan is the fastest
-//! point on it that fits. So a larger budget never gives a slower plan.
+//! point on it that fits, of several such ways with different tastes. So a larger budget never gives a slower plan.
 
 use std::cmp::Ordering;
 use std::fmt;
@@ -229,6 +229,12 @@ struct Way {
 }
 
 impl Way {
+    /// Whether results are had by this means alone. Layers that keep all are to anybody's taste.
+    fn has_only(&self, choice: Choice) -> bool {
+        let other = if choice == Choice::Keep { Choice::Offload } else { Choice::Keep };
+        if self.recompute { !self.tensors.contains(&other) } else { self.offloaded_bytes == 0 || other == Choice::Keep }
+    }
+
     fn word(&self) -> &'static str {
         let any = |wanted| self.tensors.contains(&wanted);
         match (self.recompute, self.offloaded_bytes > 0, self.kept_bytes > 0) {
@@ -247,6 +253,8 @@ impl Way {
 const LEVEL_PARTS: u64 = 24;
 /// And there are no more of them than this.
 const LEVELS: usize = 12;
+/// With more layers the search looks less closely.
+const DEEP: usize = 32;
 /// The wire is taken to be slower by one part in so many than it was seen to be.
 const WIRE_MARGIN: u64 = 8;
 
@@ -480,45 +488,54 @@ impl Model<'_> {
         now
     }
 
-    /// The picks on the way from least memory to most; `by_bytes` also weighs the bytes of what costs no peak.
-    fn path(&self, by_bytes: bool) -> Vec<(Vec<usize>, Outcome)> {
+    /// The picks on the way from least memory to most.
+    fn path(&self, taste: Taste) -> Vec<(Vec<usize>, Outcome)> {
         let mut pick = vec![0usize; self.ways.len()];
-        let mut here = self.run(&pick);
-        let mut path = vec![(pick.clone(), here.clone())];
+        let mut path = vec![(pick.clone(), self.run(&pick))];
+        self.walk(taste, &mut pick, &mut path);
+        // What it has no taste for comes when there is nothing else.
+        self.walk(Taste { only: None, ..taste }, &mut pick, &mut path);
+        path
+    }
+
+    fn walk(&self, taste: Taste, pick: &mut [usize], path: &mut Vec<(Vec<usize>, Outcome)>) {
+        let mut here = self.run(pick);
         // Every change, best first as it was when it was last looked at; all are looked at again now and then.
         let mut changes: Vec<Change> = Vec::new();
         for step in 0usize.. {
-            if step % (1 + pick.len() / 8) == 0 || changes.is_empty() {
-                changes = self.changes(&mut pick, &here, by_bytes);
+            if step % (1 + pick.len() / 8).max(pick.len().saturating_sub(DEEP)) == 0 || changes.is_empty() {
+                changes = self.changes(pick, &here, taste);
                 if changes.is_empty() {
                     break;
                 }
             }
-            let Some(taken) = self.best(&mut changes, &mut pick, &here, by_bytes) else { continue };
+            let Some(taken) = self.best(&mut changes, pick, &here, taste) else { continue };
             pick[taken.layer] = taken.to;
             here = taken.there;
-            path.push((pick.clone(), here.clone()));
+            path.push((pick.to_vec(), here.clone()));
         }
-        path
     }
 
     /// All changes of one layer that gain time, best first; of equals the last layer's, and of those the first.
-    fn changes(&self, pick: &mut [usize], here: &Outcome, by_bytes: bool) -> Vec<Change> {
+    fn changes(&self, pick: &mut [usize], here: &Outcome, taste: Taste) -> Vec<Change> {
         let mut found = Vec::new();
         for layer in (0..pick.len()).rev() {
             for to in 0..self.ways[layer].len() {
-                found.extend(self.change(pick, here, layer, to, by_bytes));
+                found.extend(self.change(pick, here, layer, to, taste));
             }
         }
         found.sort_by(|a, b| b.gain.compare(&a.gain));
         found
     }
 
-    fn change(&self, pick: &mut [usize], here: &Outcome, layer: usize, to: usize, by_bytes: bool) -> Option<Change> {
+    fn change(&self, pick: &mut [usize], here: &Outcome, layer: usize, to: usize, taste: Taste) -> Option<Change> {
         let from = pick[layer];
         let (old, new) = (&self.ways[layer][from], &self.ways[layer][to]);
         // Time can only be gained by recomputing less, or by waiting less.
         if to == from || new.again_ns > old.again_ns || (new.again_ns == old.again_ns && !old.tight) {
+            return None;
+        }
+        if taste.only.is_some_and(|choice| !new.has_only(choice)) {
             return None;
         }
         pick[layer] = to;
@@ -537,16 +554,16 @@ impl Model<'_> {
         let gain = Gain {
             ns: here.pass_ns - there.pass_ns,
             peak_bytes: there.peak_bytes.saturating_sub(here.peak_bytes),
-            bytes: if by_bytes { bytes.saturating_sub(before).max(1) } else { 1 },
+            bytes: if taste.by_bytes { bytes.saturating_sub(before).max(1) } else { 1 },
         };
         Some(Change { gain, layer, to, there })
     }
 
     /// The best change as things are now; changes that turn out to be worse than they were move back.
-    fn best(&self, changes: &mut Vec<Change>, pick: &mut [usize], here: &Outcome, by_bytes: bool) -> Option<Change> {
+    fn best(&self, changes: &mut Vec<Change>, pick: &mut [usize], here: &Outcome, taste: Taste) -> Option<Change> {
         while !changes.is_empty() {
             let first = changes.remove(0);
-            let Some(now) = self.change(pick, here, first.layer, first.to, by_bytes) else { continue };
+            let Some(now) = self.change(pick, here, first.layer, first.to, taste) else { continue };
             if changes.first().is_none_or(|next| now.gain.compare(&next.gain).is_ge()) {
                 return Some(now);
             }
@@ -555,6 +572,15 @@ impl Model<'_> {
         }
         None
     }
+}
+
+/// What a walk prefers. No taste is best for all budgets, and several are cheap.
+#[derive(Debug, Clone, Copy)]
+struct Taste {
+    /// Whether the bytes count of what does not raise the peak.
+    by_bytes: bool,
+    /// What alone may become of results that are not recomputed, while there is any of that to be had.
+    only: Option<Choice>,
 }
 
 #[derive(Debug)]
@@ -595,8 +621,7 @@ impl ActivationPlan {
     /// Plans a pass. Pure: the same figures and the same budget give the same plan.
     pub fn new(cost: &PassCost, budget_bytes: u64) -> Result<Self> {
         let model = Model { cost, ways: cost.layers.iter().map(ways).collect() };
-        let mut paths = model.path(false);
-        let least = paths[0].1.clone();
+        let least = model.run(&vec![0; cost.layers.len()]);
         if least.peak_bytes > budget_bytes {
             return Err(Error::InvalidOption {
                 option: "budget_bytes",
@@ -608,7 +633,11 @@ impl ActivationPlan {
                 ),
             });
         }
-        paths.extend(model.path(true));
+        let tastes = [None, Some(Choice::Offload), Some(Choice::Keep)];
+        // In a deep model each step is small, and one way is as good as another.
+        let tastes = tastes.into_iter().take(if cost.layers.len() > DEEP { 1 } else { 3 });
+        let tastes = tastes.flat_map(|only| [false, true].map(|by_bytes| Taste { by_bytes, only }));
+        let mut paths: Vec<_> = tastes.flat_map(|taste| model.path(taste)).collect();
         let all: Vec<usize> = model.ways.iter().map(|ways| ways.len() - 1).collect();
         let kept = model.run(&all);
         paths.push((all, kept));
