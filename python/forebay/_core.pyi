@@ -6,7 +6,7 @@ from _typeshed import Incomplete, SupportsGetItem, SupportsLenAndGetItem
 from os import PathLike
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["CHECKPOINT_BLOCK_BYTES", "Activations", "Checkpoint", "Engine", "HostCopies", "HostView", "Looked", "Moved", "Saving", "Slabs", "Snapshot", "_errors_for_test", "_gil_is_released_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "check_host", "explain_activations", "host_memory", "look", "look_with_gradients", "plan_activations", "probe", "release_copies", "version", "write_checkpoint"]
+__all__ = ["CHECKPOINT_BLOCK_BYTES", "Activations", "Checkpoint", "Engine", "HostCopies", "HostView", "Looked", "Moved", "Saving", "Slabs", "Snapshot", "_errors_for_test", "_gil_is_released_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "check_host", "explain_activations", "host_memory", "kept_copy_bytes", "look", "look_with_gradients", "plan_activations", "probe", "release_copies", "version", "write_checkpoint"]
 
 CHECKPOINT_BLOCK_BYTES: Final[int]
 """
@@ -222,6 +222,10 @@ class HostCopies:
     Copies of device memory in one pinned slab that is used again.
     """
     def __new__(cls, /, device: str) -> HostCopies: ...
+    def bytes(self, /) -> int:
+        """
+        Bytes of the slab.
+        """
     def fill(self, /, addresses: SupportsGetItem[int, SupportsIndex], bytes: SupportsGetItem[int, SupportsIndex], stream: SupportsIndex) -> list[HostView]:
         """
         Copy ranges of device memory to the host, behind what a stream has been given so far, and wait for them. The
@@ -461,6 +465,11 @@ def explain_activations(plan: str) -> str:
 def host_memory() -> tuple[int, int]:
     """
     Bytes of host memory that this process may use in all, and that are available now.
+    """
+
+def kept_copy_bytes() -> int:
+    """
+    Bytes of memory that are kept for the copies of the next snapshot.
     """
 
 def look(tensors: Any, table: Any, plain: tuple[Any, Any]) -> Looked | None:

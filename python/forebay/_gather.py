@@ -137,9 +137,11 @@ class Found:
         return True
 
     def _properties(self, looked: Looked) -> Properties:
-        # Memory at the same address as in the last step is the same memory; its type and order may be others.
+        # Memory at the same address as in the last step is the same memory; its type and order may be others, and with
+        # another order the shape, as after a transposition in place.
         known = self.flat.properties
-        if self.whole and known is not None and known.looked.same_memory(looked):
+        both_contiguous = known is not None and known.looked.contiguous and looked.contiguous
+        if self.whole and known is not None and both_contiguous and known.looked.same_memory(looked):
             return known
         properties = Properties(looked, list(map(torch.Tensor.size, self.inner)))
         if self.whole:

@@ -7,6 +7,7 @@ Optimizer state in pinned memory is not copied here: the engine keeps it as it i
 from __future__ import annotations
 
 import copy
+import os
 import threading
 import time
 import traceback
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 SMALL_BYTES = 64 << 10
 """Tensors of the host that have less are copied one by one."""
 
-_copies: dict[str, _core.HostCopies] = {}
+_copies: dict[tuple[int, str], _core.HostCopies] = {}
+"""For each device, where its tensors are copied to. A forked child does not have its parent's."""
 _under_way: weakref.WeakSet[Snapshot] = weakref.WeakSet()
 _live: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Snapshot]] = weakref.WeakKeyDictionary()
 """For each optimizer that had to wait once: what it has to wait for before it changes its parameters."""
@@ -109,7 +111,9 @@ class Snapshot:
                 continue
             room -= inner.nbytes
             on_host = inner.device.type == "cpu"
-            if inner.is_contiguous() and (inner.device.type == "cuda" or (on_host and inner.nbytes >= SMALL_BYTES)):
+            # Bytes alone do not say that torch conjugates or negates them as it reads.
+            plain = inner.is_contiguous() and not inner.is_conj() and not inner.is_neg()
+            if plain and (inner.device.type == "cuda" or (on_host and inner.nbytes >= SMALL_BYTES)):
                 together.setdefault(inner.device, []).append(tensor)
             else:
                 replaced[id(tensor)] = state_like(tensor, inner.to("cpu", copy=True))
@@ -171,12 +175,17 @@ def wait_before_load() -> None:
 
 
 def _room() -> int:
-    """Return how much memory copies may take by default: three quarters of what is available."""
-    return int(_core.host_memory()[1] * 0.75)
+    """Return how much memory copies may take by default: three quarters of what is available, or theirs already."""
+    ours = sum(copies.bytes() for (process, _), copies in _copies.items() if process == os.getpid())
+    return int((_core.host_memory()[1] + _core.kept_copy_bytes() + ours) * 0.75)
 
 
 def _pinned(optimizers: list[torch.optim.Optimizer]) -> set[int]:
-    """Return the addresses of state that the engine keeps by itself: all but the counters."""
+    """Return the addresses of state that the engine keeps by itself: all but the counters.
+
+    And but for what lies in another order than it is written in: putting it in order would read it behind the engine's
+    back.
+    """
     return {
         local(value).data_ptr()
         for one in optimizers
@@ -184,7 +193,7 @@ def _pinned(optimizers: list[torch.optim.Optimizer]) -> set[int]:
         for parameter, state in one.state.items()
         if one._homes.get(id(parameter), (-1, 0))[0] >= 0
         for kind, value in state.items()
-        if kind != "step" and local(value).numel()
+        if kind != "step" and local(value).numel() and local(value).is_contiguous()
     }
 
 
@@ -213,10 +222,11 @@ def _rebuilt(value: Any, replaced: dict[int, torch.Tensor]) -> Any:
 def _to_host(device: torch.device, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Copy tensors of one device into pinned memory, at the speed of the wire."""
     name = "cpu" if device.type == "cpu" else f"cuda:{device.index or 0}"
-    if name not in _copies:
-        _copies[name] = _core.HostCopies(name)
+    key = (os.getpid(), name)
+    if key not in _copies:
+        _copies[key] = _core.HostCopies(name)
     addresses, sizes = [tensor.data_ptr() for tensor in tensors], [tensor.nbytes for tensor in tensors]
-    views = _copies[name].fill(addresses, sizes, stream_handle(device))
+    views = _copies[key].fill(addresses, sizes, stream_handle(device))
     return [
         torch.frombuffer(view, dtype=tensor.dtype).view(tensor.shape)
         if tensor.numel()

@@ -24,6 +24,7 @@ on_devices! {
         a_master_gives_way_to_a_replaced_weight_on_the_host,
         gradients_that_came_down_before_are_not_fetched_again,
         gradients_may_go_after_a_step_whoever_updated,
+        gradients_may_go_when_a_step_has_failed,
         the_host_alone_waits_for_what_the_device_stored,
         steps_on_the_host_allocate_nothing,
         the_books_of_the_host_count_its_bytes,
@@ -181,6 +182,22 @@ fn gradients_may_go_after_a_step_whoever_updated(on: &Subject) {
         on.launch(&rig.compute, &forebay::device::Kernel::Fill { dst: grad, byte: 0 }).unwrap();
         rig.synchronize();
         rig.assert_exact(1);
+    }
+}
+
+/// Writing to a gradient is an error on a checked device while its way down may still be reading it.
+fn gradients_may_go_when_a_step_has_failed(on: &Subject) {
+    for placement in [Host, Shared(HostShare::Fixed(0.6)), Shared(HostShare::Fixed(0.99))] {
+        let scenario = Scenario::new((0..12).map(|_| Tensor::f32(256)).collect(), 3, 2048);
+        let rig = Rig::placed(on, scenario, 1, Some(placement));
+        on.fault.on(Call::HostUpdate, 0, Misbehaviour::Break);
+        device_error(rig.step(0));
+        on.fault.clear();
+        for binding in rig.bindings(0) {
+            let (grad, _) = binding.grad.unwrap();
+            on.launch(&rig.compute, &forebay::device::Kernel::Fill { dst: grad, byte: 0 }).unwrap();
+        }
+        rig.synchronize();
     }
 }
 

@@ -159,6 +159,12 @@ impl Drop for Snapshot {
     }
 }
 
+/// Bytes of memory that are kept for the copies of the next snapshot.
+#[pyfunction]
+pub(crate) fn kept_copy_bytes(py: Python<'_>) -> PyResult<u64> {
+    guard::run(py, || Ok(checkpoint::spare_bytes()))
+}
+
 /// Give back the memory that is kept for the copies of the next snapshot; returns how many bytes that were.
 #[pyfunction]
 pub(crate) fn release_copies(py: Python<'_>) -> PyResult<u64> {
@@ -177,6 +183,11 @@ impl HostCopies {
     #[new]
     fn new(py: Python<'_>, device: &str) -> PyResult<Self> {
         guard::run(py, || Ok(Self { device: open(device)?, slab: Mutex::new(None) }))
+    }
+
+    /// Bytes of the slab.
+    fn bytes(&self) -> u64 {
+        self.slab.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map_or(0, |slab| slab.layout().bytes())
     }
 
     /// Copy ranges of device memory to the host, behind what a stream has been given so far, and wait for them. The
@@ -204,11 +215,12 @@ impl HostCopies {
             }
             let views = self.copy(slab, &addresses, &bytes, &lanes);
             // Also after a failure: torch may free the memory as soon as this returns.
-            for lane in &lanes {
+            let wait = |lane: &Stream| -> Result<()> {
                 self.device.record(&point, lane)?;
-                self.device.synchronize(&point)?;
-            }
-            views
+                Ok(self.device.synchronize(&point)?)
+            };
+            let waited = lanes.iter().map(wait).fold(Ok(()), Result::and);
+            views.and_then(|views| waited.map(|()| views))
         })
     }
 }

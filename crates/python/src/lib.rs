@@ -29,7 +29,9 @@ mod _core {
     #[pymodule_export]
     use crate::activations::{Activations, explain_activations, plan_activations};
     #[pymodule_export]
-    use crate::checkpoint::{Checkpoint, HostCopies, Moved, Saving, Snapshot, release_copies, write_checkpoint};
+    use crate::checkpoint::{
+        Checkpoint, HostCopies, Moved, Saving, Snapshot, kept_copy_bytes, release_copies, write_checkpoint,
+    };
     #[pymodule_export]
     use crate::host::{bench_placements, check_host};
     #[pymodule_export]

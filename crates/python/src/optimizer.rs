@@ -314,10 +314,11 @@ impl Engine {
                 }),
             };
             let on_host = stores.iter().any(|store| store.plan().buckets().iter().any(|bucket| bucket.on_host));
-            // Also after a failure: torch may free the memory as soon as this returns.
-            let ended = if self.is_cpu() || on_host {
+            // After a failure too: torch may free the memory as soon as this returns.
+            let ended = if self.is_cpu() || on_host || outcome.is_err() {
                 let drained = pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain());
-                drained.and(self.finish(finished, &compute))
+                let landed = hybrid.as_ref().map_or(Ok(()), |hybrid| hybrid.lane().drain());
+                drained.and(landed).and(self.finish(finished, &compute))
             } else {
                 Ok(())
             };

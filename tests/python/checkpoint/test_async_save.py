@@ -18,6 +18,7 @@ from async_helpers import (
     end_of_saves,
     eventually,
     held,
+    python,
     threads_of_saves,
     train,
     values,
@@ -105,6 +106,64 @@ def test_buffers_and_frozen_parameters_are_of_the_moment_too(tmp_path: Path) -> 
     checkpoint.load(tmp_path, model, optimizer)
     assert model.running_mean.eq(0).all()
     assert model.bias.eq(0).all()
+
+
+def test_state_in_another_order_is_of_the_moment_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has to be put in order for the file, which must not happen behind the engine's back."""
+    begins, write = threading.Event(), checkpoint._write
+
+    def late(*arguments: Any) -> None:
+        begins.wait()
+        write(*arguments)
+
+    monkeypatch.setattr(checkpoint, "_write", late)
+    ordered = torch.randn(40, 30, 3, 3).to(memory_format=torch.channels_last)
+    model = torch.nn.ParameterList([torch.randn(50, 70).t(), ordered])
+    optimizer = forebay.AdamW(model.parameters())
+    train(model, [optimizer], 0, 1)
+    assert not any(optimizer.state[parameter]["exp_avg"].is_contiguous() for parameter in model)
+    kept = values(model, [optimizer])
+    handle = checkpoint.async_save(tmp_path, model, optimizer)
+    train(model, [optimizer], 2, 3)
+    begins.set()
+    handle.result()
+    checkpoint.load(tmp_path, model, optimizer)
+    assert_same(values(model, [optimizer]), kept)
+
+
+@pytest.mark.parametrize("elements", [100, 20_000], ids=["small", "large"])
+def test_what_torch_conjugates_and_negates_as_it_reads(elements: int, tmp_path: Path) -> None:
+    model = torch.nn.Module()
+    model.register_buffer("turned", torch.polar(torch.ones(elements), torch.arange(elements).float()).conj())
+    model.register_buffer("negative", torch.ones(elements, dtype=torch.complex64).conj().imag)
+    assert model.turned.is_conj()
+    assert model.negative.is_neg()
+    expected = {name: value.clone().resolve_conj().resolve_neg() for name, value in model.named_buffers()}
+    checkpoint.async_save(tmp_path, model).result()
+    for name, value in expected.items():
+        setattr(model, name, torch.zeros_like(value))
+    checkpoint.load(tmp_path, model)
+    for name, value in expected.items():
+        assert torch.equal(getattr(model, name), value), name
+
+
+def test_a_forked_child_has_copies_of_its_own(tmp_path: Path) -> None:
+    code = """
+import os, sys, torch
+torch.set_num_threads(1)
+from forebay import checkpoint
+model = torch.nn.Linear(512, 512)
+checkpoint.async_save(sys.argv[1] + "/parent", model).result()
+child = os.fork()
+checkpoint.async_save(sys.argv[1] + ("/parent" if child else "/child"), model).result()
+if child:
+    print(os.waitpid(child, 0)[1])
+else:
+    os._exit(0)
+"""
+    done = python(code, tmp_path)
+    assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr[-2000:]
+    checkpoint.load(tmp_path / "child", torch.nn.Linear(512, 512))
 
 
 def test_an_optimizer_that_was_never_stepped(tmp_path: Path) -> None:

@@ -416,3 +416,19 @@ def test_a_budget_counts_what_groups_added_later_need(device: torch.device) -> N
     assert optimizer.state[parameters[0]]["step"].item() == 2
     assert optimizer.state[parameters[2]]["step"].item() == 1
     assert optimizer.stats()["pinned_bytes"] <= 900_000
+
+
+@pytest.mark.parametrize("placement", ["stream", "host", "resident"])
+@pytest.mark.parametrize("shape", [(64, 96), (512, 8)])
+def test_a_parameter_that_was_transposed_in_place(placement: str, shape: tuple[int, int]) -> None:
+    parameter = torch.nn.Parameter(torch.randn(shape))
+    optimizer = forebay.AdamW([parameter], placement=placement)
+    parameter.grad = torch.randn(shape)
+    optimizer.step()
+    parameter.grad = None
+    parameter.data = parameter.data.t()
+    before = parameter.detach().clone()
+    parameter.grad = torch.randn(shape[::-1])
+    with pytest.raises(forebay.OptionError, match=r"has shape .* its state"):
+        optimizer.step()
+    assert torch.equal(parameter, before)

@@ -38,7 +38,7 @@ pub use convert::{from_safetensors, to_safetensors};
 pub use folder::{Saving, complete, latest, prune};
 pub use manifest::{Chunk, FileRecord, Manifest, Tensor};
 pub use read::{Checkpoint, Request};
-pub use snapshot::{PAGE_BYTES, Snapshot, SnapshotStats, Stepping, release_spare};
+pub use snapshot::{PAGE_BYTES, Snapshot, SnapshotStats, Stepping, release_spare, spare_bytes};
 pub use verify::{Problem, Summary, TensorSummary, summarise, verify};
 pub use write::{Entry, WriteOptions, WrittenFile, write_files};
 

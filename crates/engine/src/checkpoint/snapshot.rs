@@ -41,6 +41,11 @@ pub fn release_spare() -> u64 {
     blocks.iter().map(|(_, block)| block.bytes()).sum()
 }
 
+/// Bytes that are kept for the next snapshot's copies.
+pub fn spare_bytes() -> u64 {
+    spare().iter().filter(|(process, _)| *process == std::process::id()).map(|(_, block)| block.bytes()).sum()
+}
+
 /// A block for a page: one that is kept, or a new one. In a forked child the parent's are not there.
 fn take_block(bytes: u64) -> Result<Buffer> {
     let kept = {

@@ -361,8 +361,9 @@ struct Step<'a> {
 }
 
 impl Drop for Step<'_> {
-    /// After a failure: slots go back only when the threads are done with them.
+    /// After a failure: slots go back only when the threads are done with them, and nothing is read any more.
     fn drop(&mut self) {
+        let _ = self.wait_for_landing();
         for (passage, work) in self.updating.drain(..) {
             let _ = self.lane.device.finish_on_host(work);
             drop(passage);
@@ -400,8 +401,7 @@ impl<'a> Step<'a> {
     fn advance(&mut self, landing: usize, updating: usize) -> Result<()> {
         while self.landing.len() > landing {
             if self.flags()?.skip {
-                self.landing.clear();
-                return Ok(());
+                return self.wait_for_landing();
             }
             if let Some(passage) = self.landing.pop_front() {
                 let work = self.start(&passage)?;
@@ -410,6 +410,17 @@ impl<'a> Step<'a> {
             self.finish_beyond(updating)?;
         }
         self.finish_beyond(updating)
+    }
+
+    /// Lets go of chunks whose gradients and weights are still coming down, once they have: whoever owns those may free
+    /// them when the step has ended.
+    fn wait_for_landing(&mut self) -> Result<()> {
+        let device = &self.lane.device;
+        let held = self.landing.iter().filter_map(|passage| passage.held.as_ref());
+        let landed = held.map(|held| device.synchronize(&held.slot().landed));
+        let outcome = landed.fold(Ok(()), |all, one| all.and(one));
+        self.landing.clear();
+        Ok(outcome?)
     }
 
     fn flags(&mut self) -> Result<Flags> {
