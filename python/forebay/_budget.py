@@ -104,7 +104,8 @@ class Kind:
     saved_bytes: int = 0
     input_bytes: int = 0
     ops: int = 0
-    vetted: bool = False
+    vetted: set[bool] = dataclasses.field(default_factory=set)
+    """Whether it was seen in training, and in evaluation: what it does may differ."""
 
 
 @dataclasses.dataclass
@@ -144,11 +145,22 @@ class Book:
         self.rounds = 0
         self.done = False
         self.cost: dict[str, Any] | None = None
-        self.plans: dict[int, dict[str, Any]] = {}
+        self.plans: dict[tuple[int, int], dict[str, Any]] = {}
+        # The operations of each layer that the cost, and so every plan, counts through.
+        self.keys: list[list[Key]] = []
         # Measured less predicted, of the last plan that was checked.
         self.excess_bytes: float | None = None
         self.pace = 1.0
         self.measured: dict[str, Any] = {}
+
+
+def _flags(module: torch.nn.Module) -> tuple[Any, ...]:
+    """Return rates and switches of a module: what layers alike in all else may still do otherwise."""
+    return tuple(
+        (name, value)
+        for name, value in sorted(vars(module).items())
+        if isinstance(value, (bool, float)) and name != "training"
+    )
 
 
 class Budget:
@@ -187,7 +199,7 @@ class Budget:
         for layer in layers:
             module = layer.module
             build = (
-                tuple((name, type(inner), inner.training) for name, inner in module.named_modules()),
+                tuple((name, type(inner), inner.training, _flags(inner)) for name, inner in module.named_modules()),
                 tuple((name, tuple(local(p).shape), p.dtype, p.requires_grad) for name, p in module.named_parameters()),
                 tuple((name, tuple(b.shape), b.dtype) for name, b in module.named_buffers()),
             )
@@ -213,7 +225,7 @@ class Budget:
 
     def enter(self, layer: PlannedLayer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Pass:
         """Return the pass that a call of a layer belongs to, which begins with it if it is the first."""
-        if self.now is None or self.fresh is not None or layer.number < self.number:
+        if self.now is None or self.now.ended or self.fresh is not None or layer.number < self.number:
             self._find_device(layer.device)
             begin, self.fresh = self.fresh, None
             if begin is None:
@@ -255,7 +267,7 @@ class Budget:
             limit = self._limit(begin.now)
             stage, watched = MEASURING, not book.done
             plan = self._plan(book, tokens, limit)
-            ways = self._ways(plan)
+            ways = self._ways(plan, book.keys)
         if self.forced is not None:
             ways = self.forced(ways)
         found = Pass(book, ways, stage=stage, watched=watched, plan=plan)
@@ -268,19 +280,23 @@ class Budget:
     def _limit(self, now: int) -> int:
         if self.limit is not None:
             return self.limit
-        return max(0, int((self.share or 0.0) * capacity(self.clock.device)) - now)
+        whole = capacity(self.clock.device)
+        # In steps: what is there as passes begin is never quite the same.
+        grain = max(1, whole // 256)
+        return max(0, int((self.share or 0.0) * whole) - now) // grain * grain
 
     def _measuring(self, i: int, n: int) -> Way:
         kind = self.kinds[i]
         probed = kind.first == i or kind.reason is not None or not self.may_recompute
-        if probed or not kind.vetted or not self.layers[i].can_recompute():
+        seen = self.layers[i].module.training in kind.vetted
+        if probed or not seen or not self.layers[i].can_recompute():
             return Way(recompute=False, let_go_at=i + 1, fetch_at=i, offload_bytes=math.inf)
         return Way(recompute=True, let_go_at=i + 1, fetch_at=min(i + 1, n - 1))
 
     def way(self, state: Pass, layer: PlannedLayer) -> Way:
         """Return what becomes of a layer; in the first pass that depends on the layers before it."""
         way = state.ways[layer.number]
-        if state.stage < MEASURING and not way.recompute:
+        if state.stage < MEASURING:
             way = state.ways[layer.number] = self._measuring(layer.number, len(self.layers))
         return way
 
@@ -297,7 +313,7 @@ class Budget:
         kind = self.kinds[layer.number]
         if kind.first != layer.number:
             return
-        kind.vetted = True
+        kind.vetted.add(layer.module.training)
         if probe is not None and probe.reason is not None and kind.reason is None:
             kind.reason = probe.reason
             self.say_once(
@@ -353,6 +369,7 @@ class Budget:
             if state.stage == MEASURING - 1:
                 book.tokens = state.tokens
                 book.cost = self._cost(state)
+                book.keys = [list(kind.keys) for kind in self.kinds]
             return
         self._check(state)
 
@@ -366,9 +383,16 @@ class Budget:
         # A peak from before, an optimizer's for one, is not this pass's.
         is_new = self.meter.is_known and end.peak > begin.peak
         if is_new and end.peak - begin.now > limit > 0 and state.plan is not None:
-            # In which layer it was is not known: the next passes are watched.
-            state.book.done = False
-            state.plan["seen"] = 0
+            known = state.book.excess_bytes or 0.0
+            if state.book.rounds < ROUNDS or end.peak - begin.now - state.plan["model_peak_bytes"] > known:
+                # In which layer it was is not known: the next passes are watched.
+                state.book.done = False
+                state.plan["seen"] = 0
+            else:
+                self.say_once(
+                    f"a pass takes {end.peak - begin.now} bytes, more than the budget of {limit}, and no plan takes "
+                    "less; give it a larger budget"
+                )
 
     def _check(self, state: Pass) -> None:
         """Compare a pass with its plan, and correct the next plan."""
@@ -418,8 +442,8 @@ class Budget:
         grain = max(1, book.tokens // 32)
         steps = -(-(tokens - book.tokens) // grain)
         planned = book.tokens + steps * grain
-        known = book.plans.get(planned)
-        if known is not None and (self.limit is not None or abs(known["limit_bytes"] - limit) <= limit // 50):
+        known = book.plans.get((planned, limit))
+        if known is not None:
             return known
         assert book.cost is not None
         # The first copies to memory that was just pinned are slow, so the wire is looked at again for every plan.
@@ -440,14 +464,15 @@ class Budget:
         plan["pass_ns"] = int(plan["pass_ns"] * book.pace)
         plan["limit_bytes"], plan["budget_bytes"], plan["settled"], plan["seen"] = limit, limit, settled, 0
         plan |= wire
-        book.plans[planned] = plan
+        book.plans[planned, limit] = plan
         return plan
 
-    def _ways(self, plan: dict[str, Any]) -> list[Way]:
+    def _ways(self, plan: dict[str, Any], keys: list[list[Key]]) -> list[Way]:
         ways = []
-        for kind, chosen in zip(self.kinds, plan["layers"], strict=True):
+        for mine, chosen in zip(keys, plan["layers"], strict=True):
             wanted: dict[Key, bool] = {}
-            for key, choice in zip(kind.keys, chosen["tensors"], strict=False):
+            # Of a layer that is not recomputed no result is had by itself.
+            for key, choice in zip(mine if chosen["recompute"] else (), chosen["tensors"], strict=chosen["recompute"]):
                 if choice != "recompute":
                     wanted[key] = choice == "offload"
             ways.append(

@@ -129,7 +129,7 @@ class PlannedLayer(Layer):
                     return call(*args, **kwargs)
             options: dict[str, Any] = {}
             if way.wanted and not self.is_compiled:
-                options["context_fn"] = Results(way.wanted, run.take, self.saver.unpack).modes
+                options["context_fn"] = Results(way.wanted, run.take, self.saver.unpack, self.device).modes
             return checkpoint(call, *args, use_reentrant=False, **options, **kwargs)
 
     @contextlib.contextmanager

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from forebay._saved import Saved, counter_of
+from forebay._torch import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from forebay._saved import Stay
 
 _WRITES: dict[Any, tuple[int | str, ...] | None] = {}
+_VIEWS: dict[Any, bool] = {}
+_COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 class Key(NamedTuple):
@@ -52,6 +55,28 @@ def look(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     return tuple(kinds), tuple(shapes)
 
 
+def _scalars(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what an operation is given besides tensors, and the shapes of tensors among the named ones."""
+    found: list[Any] = []
+    for arg in (*args, *kwargs.items()):
+        for one in arg if isinstance(arg, (list, tuple)) else (arg,):
+            if isinstance(one, torch.Tensor):
+                found.append((one.dtype, one.shape))
+            elif one is None or isinstance(one, (bool, int, float, str, torch.dtype, torch.device)):
+                found.append(one)
+    return tuple(found)
+
+
+def draws(device: torch.device) -> Any:
+    """Return how far the random numbers are that an operation on a device may draw from."""
+    here = torch.cuda.default_generators[device.index or 0].get_offset() if device.type == "cuda" else None
+    return here, torch.get_rng_state().numpy().tobytes()
+
+
+def _is_seeded(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
 def _below_autograd() -> Any:
     """Let ``detach`` share the version counter, which inside a dispatch mode it would not."""
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
@@ -69,10 +94,11 @@ class Results:
         wanted: dict[Key, bool],
         pack: Callable[[torch.Tensor, bool], Saved | Stay],
         unpack: Callable[[Saved | Stay], torch.Tensor],
+        device: torch.device,
     ) -> None:
-        self.wanted, self.pack, self.unpack = wanted, pack, unpack
+        self.wanted, self.pack, self.unpack, self.device = wanted, pack, unpack, device
         self.funcs = {key.func for key in wanted}
-        self.held: dict[Key, tuple[tuple[Any, ...], Any]] = {}
+        self.held: dict[Key, tuple[int, Any]] = {}
 
     def modes(self) -> tuple[TorchDispatchMode, TorchDispatchMode]:
         """Return what stands inside a checkpoint, and inside its recomputation."""
@@ -91,12 +117,23 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.results = results
         self.counts: dict[tuple[Any, ...], int] = {}
+        # Stands for every operation so far and what it was given. A result is that of another computation, and not
+        # given back, where these differ: a cache may be filled in the forward pass and found full afterwards.
+        self.trail = 0
 
     def __enter__(self) -> Any:
-        self.counts = {}
+        self.counts, self.trail = {}, 0
         return super().__enter__()  # type: ignore[no-untyped-call]
 
-    def key(self, func: Any, kinds: tuple[Any, ...]) -> Key:
+    def key(self, func: Any, args: Any, kwargs: Any) -> Key | None:
+        """Note an operation; return its key if results of its kind are wanted."""
+        if _is_view(func):
+            # These compute nothing, and recomputation has some of its own.
+            return None
+        kinds, shapes = look(args)
+        self.trail = hash((self.trail, func, shapes, _scalars(args, kwargs)))
+        if func not in self.results.funcs:
+            return None
         number = self.counts.get((func, kinds), 0)
         self.counts[func, kinds] = number + 1
         return Key(func, kinds, number)
@@ -104,33 +141,38 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 class _Taking(_Counting):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
         results = self.results
-        if func in results.funcs:
-            kinds, shapes = look(args)
-            key = self.key(func, kinds)
-            leaves = results.wanted.get(key)
-            if leaves is not None:
-                with _below_autograd():
-                    pack = results.pack
-                    packed = tree_map(lambda one: pack(one, leaves) if isinstance(one, torch.Tensor) else one, out)
-                results.held[key] = (shapes, packed)
+        key = self.key(func, args, kwargs)
+        leaves = None if key is None else results.wanted.get(key)
+        if key is None or leaves is None:
+            return func(*args, **kwargs)
+        before = draws(results.device) if _is_seeded(func) else None
+        out = func(*args, **kwargs)
+        if before is not None and draws(results.device) != before:
+            # To have it instead would leave later draws with other numbers.
+            return out
+        with _below_autograd():
+            pack = results.pack
+            packed = tree_map(lambda one: pack(one, leaves) if isinstance(one, torch.Tensor) else one, out)
+        results.held[key] = (self.trail, packed)
         return out
 
 
 class _Giving(_Counting):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         results = self.results
-        if func in results.funcs:
-            kinds, shapes = look(args)
+        key = self.key(func, args, kwargs)
+        if key is not None:
             # Once: a second backward pass computes it.
-            expected, packed = results.held.pop(self.key(func, kinds), (None, None))
-            if expected == shapes:
+            trail, packed = results.held.pop(key, (None, None))
+            if trail == self.trail:
                 ours = [one for one in tree_leaves(packed) if hasattr(one, "version")]
                 if all(_version(one) == one.version for one in ours):
                     unpack = results.unpack
                     return tree_map(lambda one: unpack(one).detach() if hasattr(one, "version") else one, packed)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class Clock:
@@ -198,6 +240,17 @@ def _makes_new(func: Any) -> bool:
     return all(result.alias_info is None for result in schema.returns)
 
 
+def _is_view(func: Any) -> bool:
+    """Whether all results of an operation are views of its arguments, none of which it changes."""
+    found = _VIEWS.get(func)
+    if found is None:
+        schema = getattr(func, "_schema", None)
+        returns = [] if schema is None or _written(func) else list(schema.returns)
+        found = bool(returns) and all(result.alias_info is not None for result in returns)
+        _VIEWS[func] = found
+    return found
+
+
 class Probe(TorchDispatchMode):
     """Watches the operations of a layer: what they cost, what could be had, and whether it may run again at all."""
 
@@ -216,6 +269,8 @@ class Probe(TorchDispatchMode):
         self.begin: Any = None
         self.reason: str | None = None
         self.random: Any = None
+        if not managed and any(is_dtensor(parameter) for parameter in module.parameters()):
+            self.refuse("its parameters are spread over ranks")
 
     def __enter__(self) -> Any:
         self.begin = self.clock.mark()
@@ -245,12 +300,6 @@ class Probe(TorchDispatchMode):
         self.saved.add(storage)
         self.last_save = len(self.ops)
 
-    def _draws(self) -> Any:
-        device = self.clock.device
-        if device.type == "cuda":
-            return torch.cuda.default_generators[device.index or 0].get_offset()
-        return torch.get_rng_state().numpy().tobytes()
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(isinstance(one, torch.Generator) for one in (*args, *kwargs.values())):
@@ -261,8 +310,11 @@ class Probe(TorchDispatchMode):
                 for tensor in one if isinstance(one, (list, tuple)) else (one,):
                     if isinstance(tensor, torch.Tensor) and self._storage(tensor) not in self.created:
                         self.refuse(f"it changes a tensor in place that it did not make ({func})")
-        seeded = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        before = self._draws() if seeded else None
+        if getattr(func, "namespace", None) in _COMMUNICATION and (not self.managed or torch.is_grad_enabled()):
+            # Ranks plan for themselves, and must not call a different number of times.
+            self.refuse("it communicates with other ranks")
+        seeded = _is_seeded(func)
+        before = draws(self.clock.device) if seeded else None
         begin = self.clock.mark()
         out = func(*args, **kwargs)
         end = self.clock.mark()
@@ -273,7 +325,9 @@ class Probe(TorchDispatchMode):
         outputs = [one for one in tensors if type(one) is torch.Tensor and one.layout == torch.strided]
         # What runs without gradients is not recomputed in the same way: FSDP2 makes parameters whole only once.
         fits = bool(outputs) and len(outputs) == len(tensors) and _makes_new(func) and torch.is_grad_enabled()
-        if seeded and self._draws() != before:
+        # What is made of nothing may be written to by code that torch does not see; and of casts autocast keeps some.
+        fits = fits and bool(kinds) and func is not torch.ops.aten._to_copy.default
+        if seeded and draws(self.clock.device) != before:
             # Results that are had instead would leave later draws with other numbers.
             fits = False
         with _below_autograd():

@@ -219,7 +219,10 @@ impl HostCopies {
                 self.device.record(&point, lane)?;
                 Ok(self.device.synchronize(&point)?)
             };
-            let waited = lanes.iter().map(wait).fold(Ok(()), Result::and);
+            let mut waited = Ok(());
+            for lane in &lanes {
+                waited = waited.and(wait(lane));
+            }
             views.and_then(|views| waited.map(|()| views))
         })
     }

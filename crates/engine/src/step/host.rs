@@ -417,8 +417,10 @@ impl<'a> Step<'a> {
     fn wait_for_landing(&mut self) -> Result<()> {
         let device = &self.lane.device;
         let held = self.landing.iter().filter_map(|passage| passage.held.as_ref());
-        let landed = held.map(|held| device.synchronize(&held.slot().landed));
-        let outcome = landed.fold(Ok(()), |all, one| all.and(one));
+        let mut outcome = Ok(());
+        for held in held {
+            outcome = outcome.and(device.synchronize(&held.slot().landed));
+        }
         self.landing.clear();
         Ok(outcome?)
     }
