@@ -43,20 +43,21 @@ class Key(NamedTuple):
         return f"{self.func}#{self.number}"
 
 
-def look(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return types and numbers of dimensions of an operation's tensors, and their shapes."""
+def _next_key(counts: dict[tuple[Any, ...], int], func: Any, args: tuple[Any, ...]) -> Key:
+    """Return an operation's key: watching, taking and giving must count alike."""
     kinds: list[Any] = []
-    shapes: list[Any] = []
     for arg in args:
         for one in arg if isinstance(arg, (list, tuple)) else (arg,):
             if isinstance(one, torch.Tensor):
                 kinds.append((one.dtype, one.dim()))
-                shapes.append(one.shape)
-    return tuple(kinds), tuple(shapes)
+    alike = (func, tuple(kinds))
+    number = counts.get(alike, 0)
+    counts[alike] = number + 1
+    return Key(*alike, number)
 
 
-def _scalars(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what an operation is given besides tensors, and the shapes of tensors among the named ones."""
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what an operation is given: types and shapes of tensors, and numbers and names as they are."""
     found: list[Any] = []
     for arg in (*args, *kwargs.items()):
         for one in arg if isinstance(arg, (list, tuple)) else (arg,):
@@ -130,13 +131,8 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if _is_view(func):
             # These compute nothing, and recomputation has some of its own.
             return None
-        kinds, shapes = look(args)
-        self.trail = hash((self.trail, func, shapes, _scalars(args, kwargs)))
-        if func not in self.results.funcs:
-            return None
-        number = self.counts.get((func, kinds), 0)
-        self.counts[func, kinds] = number + 1
-        return Key(func, kinds, number)
+        self.trail = hash((self.trail, func, _given(args, kwargs)))
+        return _next_key(self.counts, func, args) if func in self.results.funcs else None
 
 
 class _Taking(_Counting):  # type: ignore[no-untyped-call]
@@ -318,15 +314,13 @@ class Probe(TorchDispatchMode):
         begin = self.clock.mark()
         out = func(*args, **kwargs)
         end = self.clock.mark()
-        kinds, _ = look(args)
-        number = self.counts.get((func, kinds), 0)
-        self.counts[func, kinds] = number + 1
+        key = _next_key(self.counts, func, args)
         tensors = [one for one in tree_leaves(out) if isinstance(one, torch.Tensor)]
         outputs = [one for one in tensors if type(one) is torch.Tensor and one.layout == torch.strided]
         # What runs without gradients is not recomputed in the same way: FSDP2 makes parameters whole only once.
         fits = bool(outputs) and len(outputs) == len(tensors) and _makes_new(func) and torch.is_grad_enabled()
         # What is made of nothing may be written to by code that torch does not see; and of casts autocast keeps some.
-        fits = fits and bool(kinds) and func is not torch.ops.aten._to_copy.default
+        fits = fits and bool(key.kinds) and func is not torch.ops.aten._to_copy.default
         if seeded and draws(self.clock.device) != before:
             # Results that are had instead would leave later draws with other numbers.
             fits = False
@@ -337,7 +331,7 @@ class Probe(TorchDispatchMode):
                     fits = False  # a view, whatever its schema says
                 elif _makes_new(func):
                     self.created[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-            self.ops.append(Op(Key(func, kinds, number), begin, end, fits, outputs))
+            self.ops.append(Op(key, begin, end, fits, outputs))
         return out
 
     def _storage(self, tensor: torch.Tensor) -> int:

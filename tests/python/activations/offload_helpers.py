@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,6 +98,27 @@ def assert_same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> None:
     assert len(a) == len(b) > 0
     differing = [i for i, (left, right) in enumerate(zip(a, b, strict=True)) if not same_bits(left, right)]
     assert not differing, f"gradients {differing} of {len(a)} differ"
+
+
+def assert_same_in_threads(model: nn.Module, x: torch.Tensor, expected: Sequence[Sequence[torch.Tensor]]) -> None:
+    """Assert that passes of several threads at once give each its gradients: of the input times 1, 2 and so on."""
+    found: dict[int, Sequence[torch.Tensor]] = {}
+
+    def work(i: int) -> None:
+        found[i] = gradients_of_multiple(model, x, i + 1)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(expected))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, gradients_of_one in enumerate(expected):
+        assert_same(gradients_of_one, found[i])
+
+
+def gradients_of_multiple(model: nn.Module, x: torch.Tensor, times: int) -> Sequence[torch.Tensor]:
+    """Return the gradients of a multiple of an input, without leaving them in the model."""
+    return torch.autograd.grad(model(x * times).square().mean(), list(model.parameters()))
 
 
 def engines(handle: Any) -> list[Any]:

@@ -18,8 +18,10 @@ from offload_helpers import (
     Stack,
     assert_nothing_left,
     assert_same,
+    assert_same_in_threads,
     data,
     gradients,
+    gradients_of_multiple,
     offloaded,
     stack,
     train,
@@ -762,25 +764,11 @@ def test_compiled_layers(how: str, meter, device: torch.device) -> None:
 
 
 def test_threads_do_not_disturb_each_other(device: torch.device) -> None:
-    import threading
-
     model, x = stack(device), data(device)
-    expected = [torch.autograd.grad(model(x * i).square().mean(), list(model.parameters())) for i in range(1, 4)]
-    found: dict[int, object] = {}
+    expected = [gradients_of_multiple(model, x, times) for times in (1, 2, 3)]
     with budgeted(model, LARGE) as handle:
         for _ in range(MEASURING + 2):
-
-            def work(i: int) -> None:
-                found[i] = torch.autograd.grad(model(x * i).square().mean(), list(model.parameters()))
-
-            threads = [threading.Thread(target=work, args=(i,)) for i in range(1, 4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            for i in range(1, 4):
-                assert_same(expected[i - 1], found[i])
-            found.clear()
+            assert_same_in_threads(model, x, expected)
         assert_nothing_left(handle)
 
 

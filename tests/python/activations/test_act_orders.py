@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import threading
 
 import pytest
 import torch
@@ -14,9 +13,11 @@ from offload_helpers import (
     Stack,
     assert_nothing_left,
     assert_same,
+    assert_same_in_threads,
     compare,
     data,
     gradients,
+    gradients_of_multiple,
     offloaded,
     stack,
     train,
@@ -372,21 +373,9 @@ def test_several_models_at_once(device: torch.device) -> None:
 
 def test_threads_at_once(device: torch.device) -> None:
     model, x = stack(device), data(device)
-    expected = [torch.autograd.grad(model(x * i).square().mean(), list(model.parameters())) for i in range(1, 4)]
-    found: dict[int, object] = {}
+    expected = [gradients_of_multiple(model, x, times) for times in (1, 2, 3)]
     with offloaded(model, max_in_flight_bytes=60_000) as handle:
-
-        def work(i: int) -> None:
-            found[i] = torch.autograd.grad(model(x * i).square().mean(), list(model.parameters()))
-
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(1, 4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for i in range(1, 4):
-            assert_same(expected[i - 1], found[i])
-        found.clear()
+        assert_same_in_threads(model, x, expected)
         assert_nothing_left(handle)
 
 
