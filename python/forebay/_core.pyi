@@ -247,7 +247,6 @@ class Looked:
     """
     What a look at many tensors found.
     """
-    def __len__(self, /) -> int: ...
     def __new__(cls, /, addresses: SupportsGetItem[int, SupportsIndex], dtypes: SupportsGetItem[int, SupportsIndex], devices: SupportsGetItem[int, SupportsIndex], elements: SupportsGetItem[int, SupportsIndex], contiguous: bool) -> Looked:
         """
         The same from lists, all of one length. Types are 0 for f32, 1 for bf16, 2 for f16; address 0 is no tensor.

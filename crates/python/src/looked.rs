@@ -81,10 +81,6 @@ impl Looked {
         Ok(Self { rows: (0..count).map(row).collect::<PyResult<_>>()?, contiguous })
     }
 
-    fn __len__(&self) -> usize {
-        self.rows.len()
-    }
-
     /// Whether every one is contiguous.
     #[getter]
     fn contiguous(&self) -> bool {
