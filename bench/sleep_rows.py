@@ -84,6 +84,8 @@ def non_blocking(tensors: list[torch.nn.Parameter], spec: dict[str, Any]) -> Way
 
 def memory_saver(tensors: list[torch.nn.Parameter], spec: dict[str, Any]) -> Way:
     """Pause and resume with torch_memory_saver, once: nothing is kept from one time to the next."""
+    if tensors[0].device.type != "cuda":
+        raise rows.CannotRunError("needs a GPU")
     try:
         from torch_memory_saver import torch_memory_saver as saver
     except ImportError as error:

@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from forebay._torch import local
+from forebay._torch import capturing, local
 from forebay.errors import OptionError
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _stay_out() -> bool:
     # Recomputed inside a backward pass, for use at once; or captured into a graph, where nothing may be waited for.
     if torch._C._current_graph_task_id() != -1:
         return True
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return capturing()
 
 
 class Layer:

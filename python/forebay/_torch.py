@@ -113,6 +113,11 @@ def stream_handle(device: torch.device) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
+def capturing() -> bool:
+    """Whether work is being captured into a CUDA graph. Never in a forked child, which cannot even ask."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of state for a tensor: its own, or the contiguous ones where it is not dense."""
     return tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()

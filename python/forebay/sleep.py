@@ -16,6 +16,7 @@ from forebay._sleep_moves import Mover, batched, no_collection
 from forebay._sleep_order import Units, Waking
 from forebay._sleep_walk import KINDS, Entry, Walk, is_held, is_ours, named, reshard
 from forebay._snapshot import wait_for_live
+from forebay._torch import capturing
 from forebay.errors import AsleepError, Error, OptionError
 
 if TYPE_CHECKING:
@@ -562,7 +563,7 @@ class Sleeper:
         return max(self._budget - others, 0)
 
     def _refuse_capture(self) -> None:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if capturing():
             raise Error("sleep and wake cannot be captured into a CUDA graph; call them outside the capture")
 
 

@@ -1,6 +1,7 @@
 """Under a budget: no bit changes whatever the plan, the peak stays below, predictions hold, wrong input is refused."""
 
 import copy
+import gc
 import json
 import random
 import re
@@ -30,7 +31,7 @@ from test_act_exact import FUNCTIONS
 
 import forebay
 from forebay import _budget
-from forebay._budget import MEASURING
+from forebay._budget import MEASURING, ROUNDS
 
 CPU = torch.device("cpu")
 LARGE = 1 << 29
@@ -86,7 +87,8 @@ def test_the_peak_stays_within_the_budget_as_predicted(place: float, meter, devi
 
 def test_what_was_not_foreseen_is_made_up_for(meter, device: torch.device) -> None:
     """From some pass on the loss takes memory that no measuring pass has seen: later plans leave room for it."""
-    model, x = stack(device, depth=8), data(device, rows=256)
+    # On a GPU small tensors leave for nothing, so that a plan has no reason to use its budget.
+    model, x = stack(device, depth=8), data(device, rows=256 if device.type == "cpu" else 1 << 16)
     expected = train(model, x)
     whole = peak_of(meter, lambda: train(model, x))
     ballast: list[int] = []
@@ -116,7 +118,7 @@ def test_a_peak_outside_of_passes_is_none_of_its_business(meter, device: torch.d
     model, x = stack(device, depth=6), data(device, rows=256)
     whole = peak_of(meter, lambda: train(model, x))
     with budgeted(model, int(0.7 * whole)) as handle:
-        planned(handle, lambda: train(model, x), MEASURING + 7)
+        planned(handle, lambda: train(model, x), MEASURING + 2 * ROUNDS + 1)
         (book,) = handle._budget.books.values()
         for _ in range(4):
             torch.zeros(3 * whole, dtype=torch.uint8, device=device)
@@ -645,6 +647,7 @@ def test_a_budget_beyond_all_memory_is_a_true_no_op(device: torch.device) -> Non
 def test_a_share_of_the_memory_counts_what_is_there_already(
     meter, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gc.collect()
     model, x = stack(device, depth=6), data(device)
     ballast = torch.zeros(1 << 18, device=device)
     whole = peak_of(meter, lambda: train(model, x))

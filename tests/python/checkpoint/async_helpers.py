@@ -162,7 +162,7 @@ def eventually(holds: Callable[[], bool]) -> bool:
 def python(code: str, *arguments: object, timeout: float = 60) -> subprocess.CompletedProcess[str]:
     """Run code in a fresh interpreter with these helpers at hand. Memory that is freed goes back to the system."""
     here = Path(__file__).parent
-    path = os.pathsep.join([str(here), str(here.parent / "optim")])
+    path = os.pathsep.join([str(here), str(here.parent / "optim"), *sys.path])
     return subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"},

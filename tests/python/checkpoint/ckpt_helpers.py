@@ -149,7 +149,8 @@ def in_child(work: Callable[[], object]) -> str:
 
 def python(code: str, *arguments: object, timeout: float = 60) -> str:
     """Run code in a fresh interpreter in which warnings are errors; return what it printed."""
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent.parent / "optim")])
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent / "optim"), *sys.path])
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code, *map(str, arguments)],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
