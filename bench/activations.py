@@ -411,6 +411,8 @@ def main() -> int:
         except Exception as error:
             row = {"name": name, "label": ROWS[name].label, "error": f"{type(error).__name__}: {error}"}
         found["rows"].append(row)
+        if options.json is not None:
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
         sys.stderr.write(f"{row['label']}: {row.get('median_s', row.get('error'))}\n")
         gc.collect()
         if device.type == "cuda":

@@ -173,7 +173,7 @@ def test_no_spike_at_the_first_step() -> None:
     assert torch.cuda.memory_allocated() == before
     optimizer.step()
     first = torch.cuda.max_memory_allocated() - before
-    # State is 12 bytes for each of 32e6 parameters; torch's norm takes about 1 MB for sums of parts, however many there are.
+    # State is 12 bytes for each of 32e6 parameters; torch's norm takes 1 MB for sums of parts, however many there are.
     assert first <= (4 << 20) + (2 << 20)
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
