@@ -6,7 +6,7 @@
 # RESULTS gets check.log, summary.txt, probe.json, bench_cli.json, bench.json and bench.svg.
 #
 # Sections: install tests memcheck initcheck pytest probe bench-cli bench. By default all, in this order. FOLDERS names the
-# folders of tests/python that the section pytest runs; by default all that use a device.
+# folders of tests/python that the section pytest runs, by default all that use a device; JOBS how many files at once.
 set -uo pipefail
 
 if [ $# -lt 2 ] || [ ! -d "$1" ]; then
@@ -82,18 +82,37 @@ sanitize() {
         ::cuda --skip trap --test-threads=1
 }
 
+# A file of tests by itself; all of its output only if something failed.
+one_file() {
+    local log="$scratch/tests/${1//\//.}" options=()
+    # The project's settings name options of a plugin that this machine may not have.
+    python3 -c 'import pytest_timeout' 2>/dev/null || options=(-c /dev/null --rootdir . --import-mode=importlib)
+    timeout --kill-after=10 "${PYTEST_LIMIT_S:-300}" \
+        python3 -m pytest -q -ra --durations=3 -p no:cacheprovider "${options[@]}" "$1" >"$log" 2>&1
+    # 5: a file in which nothing was chosen.
+    case $? in
+        0 | 5) echo "$1: $(tail -n 1 "$log")" ;;
+        124 | 137) cat "$log"; echo "FAILED $1: ran past its limit"; return 1 ;;
+        *) cat "$log"; echo "FAILED $1: $(tail -n 1 "$log")"; return 1 ;;
+    esac
+}
+
+# Files run side by side: most of their time goes to the host.
 python_tests() {
-    local folder folders=()
+    local folder files=() status=0
     python3 -c 'import pytest' 2>/dev/null || { echo 'no pytest on this machine'; return 77; }
     for folder in ${FOLDERS:-optim activations sleep checkpoint distributed}; do
         [ -d "tests/python/$folder" ] || { echo "no tests/python/$folder"; return 1; }
-        folders+=("tests/python/$folder")
+        files+=("tests/python/$folder"/test_*.py)
     done
-    local options=()
-    # The project's settings name options of a plugin that this machine may not have.
-    python3 -c 'import pytest_timeout' 2>/dev/null || options=(-c /dev/null --rootdir . --import-mode=importlib)
-    timeout --kill-after=10 "${PYTEST_LIMIT_S:-560}" python3 -m pytest -q -ra --durations=8 -p no:cacheprovider \
-        "${options[@]}" "${folders[@]}"
+    mkdir -p "$scratch/tests"
+    export scratch
+    export -f one_file
+    printf '%s\0' "${files[@]}" | xargs -0 -n 1 -P "${JOBS:-8}" bash -c 'one_file "$1"' one_file || status=1
+    cat "$scratch"/tests/* | grep -hoE '[0-9]+ (passed|failed|skipped|errors?)' |
+        awk '{ sum[$2] += $1 } END { printf "%d passed, %d failed, %d skipped\n",
+            sum["passed"], sum["failed"] + sum["error"] + sum["errors"], sum["skipped"] }'
+    return $status
 }
 
 probe() { timeout 120 "$packed/forebay" probe --device cuda:0 --json "$results/probe.json"; }
