@@ -387,16 +387,8 @@ impl Hybrid {
         // full of stores they would keep the host's threads idle.
         let (first, begun) = std::sync::mpsc::channel();
         std::thread::scope(|scope| {
-            let driver =
-                std::thread::Builder::new().name("forebay-host".to_owned()).spawn_scoped(scope, || host(Some(first)));
-            let driver = driver.map_err(|error| {
-                Error::Device(forebay_device::Error::Os {
-                    call: "thread spawn",
-                    bytes: 0,
-                    errno: error.raw_os_error().unwrap_or(0),
-                    text: error.to_string(),
-                })
-            })?;
+            let cores = self.lane.threads().cores();
+            let driver = cores.spawn_scoped(scope, "forebay-host", || host(Some(first)))?;
             let device = closing(device(Some(begun)));
             let host = driver.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             device.and(host)
