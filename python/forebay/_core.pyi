@@ -451,9 +451,9 @@ def bench_step(device: str | None, params: SupportsIndex, slots: SupportsIndex, 
     Run the streamed step over synthetic parameters; JSON text.
     """
 
-def check_host(threads: SupportsIndex | None, kernel: str | None) -> int:
+def check_host(kernel: str | None) -> int:
     """
-    Check a number of host threads and the name of a kernel against this machine; return the number of threads.
+    Check the name of a kernel against this machine; return how many threads the host may have.
     """
 
 def explain_activations(plan: str) -> str:

@@ -583,7 +583,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _host_stats(self) -> dict[str, float | int]:
         """Return the host's part of the last step; nothing for placements in which it has none."""
-        if not self._options.updates_on_host:
+        if self._options.placement not in ("host", "hybrid"):
             return {}
         numbers = self._engine.host_stats() if self._engine is not None else [0] * 9
         threads, chunks, state_bytes, down_bytes, up_bytes, run_ns, wire_wait_ns, update_wait_ns, device_ns = numbers
