@@ -72,7 +72,8 @@ class AdamW(torch.optim.Optimizer):
         Where to compute when parameters are on the CPU; by default on the CPU.
     host_fraction
         The part of the state, by bytes, that the host updates in placement ``"hybrid"``; ``"auto"``, the default, finds
-        in the first steps the part that makes both ends finish together, and keeps to it.
+        in the first steps the part that makes both ends finish together, and keeps to it until a step updates more than
+        twice as much.
     host_threads
         Threads that update on the host; by default as many as this process has cores.
     host_kernel

@@ -116,6 +116,26 @@ def test_stats_of_other_placements_do_not_speak_of_the_host(device: torch.device
         assert not [key for key in optimizer.stats() if key.startswith("host")]
 
 
+def test_stats_of_a_share_of_nothing_say_so(device: torch.device) -> None:
+    parameters = make([(5,)], device=device)
+    optimizer = forebay.AdamW(parameters, placement="hybrid", host_fraction=0.0)
+    train(optimizer, parameters, 1)
+    stats = optimizer.stats()
+    assert (stats["host_fraction"], stats["host_settled"], stats["host_chunks"]) == (0.0, True, 0)
+
+
+def test_auto_finds_its_share_anew_when_steps_become_much_larger(device: torch.device) -> None:
+    parameters = make([(10,), (5000,), (4000,)], device=device)
+    optimizer = forebay.AdamW(parameters, lr=1e-2, placement="hybrid", chunk_bytes=TINY)
+    settled = []
+    for step in range(14):
+        # At first a head alone.
+        give_gradients(parameters if step >= 7 else parameters[:1], step)
+        optimizer.step()
+        settled.append(optimizer.stats()["host_settled"])
+    assert settled == [False] * 5 + [True] * 2 + [False] * 5 + [True] * 2
+
+
 @pytest.mark.parametrize("placement", ["host", "hybrid"])
 def test_a_failure_on_a_thread_surfaces_in_the_step(device: torch.device, placement: str) -> None:
     options: dict[str, Any] = {"host_fraction": 0.6} if placement == "hybrid" else {}
