@@ -74,12 +74,7 @@ impl Cores {
 }
 
 fn refused(error: std::io::Error) -> Error {
-    Error::Os {
-        call: "thread spawn",
-        bytes: 0,
-        errno: error.raw_os_error().unwrap_or(0),
-        text: error.to_string(),
-    }
+    Error::Os { call: "thread spawn", bytes: 0, errno: error.raw_os_error().unwrap_or(0), text: error.to_string() }
 }
 
 /// The calling thread's cores; nothing on a machine with more of them than a set can name.
@@ -119,7 +114,10 @@ fn set_of(cores: impl Iterator<Item = usize>) -> libc::cpu_set_t {
 
 /// The places of every OpenMP library in this process; none where it binds no threads.
 fn openmp_places() -> Vec<libc::cpu_set_t> {
-    openmp_libraries().iter().flat_map(|path| OpenMp::find(path).map_or_else(Vec::new, |found| found.places())).collect()
+    openmp_libraries()
+        .iter()
+        .flat_map(|path| OpenMp::find(path).map_or_else(Vec::new, |found| found.places()))
+        .collect()
 }
 
 /// Paths of the OpenMP libraries that this process has loaded. There may be several: each wheel brings its own.
