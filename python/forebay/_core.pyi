@@ -154,7 +154,7 @@ class Engine:
     def open_host(self, /, fraction: SupportsFloat | SupportsIndex | None, threads: SupportsIndex | None, kernel: str | None) -> None:
         """
         Let the host update its share: a fraction, or nothing for what makes both ends finish together. Without a ring it
-        updates all.
+        updates all. Its threads are started and its own ring is pinned with the state.
         """
     def open_landing(self, /, store: SupportsIndex, bytes: SupportsGetItem[int, SupportsIndex], budget_bytes: SupportsIndex | None) -> None:
         """

@@ -67,7 +67,8 @@ class AdamW(torch.optim.Optimizer):
     skip_nonfinite
         Leave everything as it is when the norm is not finite. Costs one wait for the device in each step.
     pinned_budget_bytes
-        Refuse to pin more than this.
+        Refuse to pin more than this: state, the gradients of ``last_backward``, and where the host updates parameters
+        of a GPU a ring of ``2 * slots * chunk_bytes`` for their gradients and weights.
     device
         Where to compute when parameters are on the CPU; by default on the CPU.
     host_fraction

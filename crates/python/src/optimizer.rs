@@ -11,13 +11,13 @@ use forebay::device::{
 use forebay::pipeline::{Pipeline, RunStats};
 use forebay::plan::{PlanOptions, StateKind, StepPlan, TensorSpec};
 use forebay::pool::Pool;
-use forebay::step::{Binding, HostShare, HostState, Hybrid, PlacedAdamW, Powers, StepInputs};
+use forebay::step::{Binding, HostLane, HostShare, HostState, Hybrid, PlacedAdamW, Powers, StepInputs};
 use forebay::{Error, Result};
 use pyo3::prelude::*;
 
 use crate::checkpoint::Snapshot;
 use crate::guard;
-use crate::landing::Landing;
+use crate::landing::{Landing, check_budget};
 use crate::looked::{Looked, Row};
 use crate::torch::{self, HostView, Keeper};
 
@@ -34,7 +34,9 @@ pub(crate) struct Engine {
 struct Inner {
     pipeline: Option<Arc<Pipeline>>,
     stores: Vec<PlacedAdamW>,
-    /// The host's part, for the placements that have one.
+    /// What was asked of the host, for the placements that give it a part.
+    host: Option<(HostShare, HostOptions)>,
+    /// The host's part; made with the first store.
     hybrid: Option<Hybrid>,
     /// Gradients that come down during backward.
     landing: Landing,
@@ -196,7 +198,7 @@ impl Engine {
     }
 
     /// Let the host update its share: a fraction, or nothing for what makes both ends finish together. Without a ring it
-    /// updates all.
+    /// updates all. Its threads are started and its own ring is pinned with the state.
     #[pyo3(signature = (fraction, threads, kernel))]
     fn open_host(
         &self,
@@ -206,10 +208,8 @@ impl Engine {
         kernel: Option<String>,
     ) -> PyResult<()> {
         guard::run(py, || {
-            let mut inner = self.open_inner()?;
-            let PlanOptions { slots, slot_bytes, .. } = self.options;
             let share = fraction.map_or(HostShare::Auto, HostShare::Fixed);
-            inner.hybrid = Some(Hybrid::new(&self.pool, share, &HostOptions { threads, kernel }, slots, slot_bytes)?);
+            self.open_inner()?.host = Some((share, HostOptions { threads, kernel }));
             Ok(())
         })
     }
@@ -229,23 +229,26 @@ impl Engine {
         guard::run(py, || {
             let mut inner = self.open_inner()?;
             let plan = self.plan(names, &elements, &amsgrad, &master, &on_host)?;
-            let bytes = SlabLayout::new(&HostState::part_bytes(&plan))?.bytes();
-            if let Some(budget_bytes) = budget_bytes {
-                let taken = inner.pinned_bytes();
-                if taken + bytes > budget_bytes {
-                    return Err(Error::Device(DeviceError::OutOfPinnedBudget {
-                        requested_bytes: bytes,
-                        available_bytes: budget_bytes.saturating_sub(taken),
-                        budget_bytes,
-                    }));
-                }
+            let PlanOptions { slots, slot_bytes, .. } = self.options;
+            // What lies on the host is updated in place, and needs no slot.
+            let slots = if on_host.iter().all(|&on_host| on_host) { 0 } else { slots };
+            let mut bytes = SlabLayout::new(&HostState::part_bytes(&plan))?.bytes();
+            if inner.host.is_some() {
+                let pinned = inner.hybrid.as_ref().map_or(0, |hybrid| hybrid.lane().pinned_bytes());
+                bytes += HostLane::bytes_to_pin(slots, slot_bytes)?.saturating_sub(pinned);
             }
+            check_budget(bytes, inner.pinned_bytes(), budget_bytes)?;
             let pipeline = inner.pipeline.clone();
-            if pipeline.is_none() && inner.hybrid.is_none() {
+            if pipeline.is_none() && inner.host.is_none() {
                 return Err(Error::Device(DeviceError::ZeroSize { what: "the ring" }));
             }
             made_once(&mut inner.powers, || Powers::new(&self.pool))?;
             let state = HostState::new(&self.pool, Arc::new(plan))?;
+            let Inner { host, hybrid, .. } = &mut *inner;
+            if let Some((share, options)) = host {
+                let hybrid = made_once(hybrid, || Hybrid::new(&self.pool, *share, options, 0, slot_bytes))?;
+                hybrid.open_ring(&self.pool, slots)?;
+            }
             inner.stores.push(PlacedAdamW::new(state, pipeline));
             Ok(inner.stores.len() - 1)
         })

@@ -104,8 +104,9 @@ def test_the_host_alone_needs_no_memory_on_the_device(device: torch.device) -> N
     stats = optimizer.stats()
     assert stats["device_bytes"] == 0
     assert stats["host_threads"] == len(os.sched_getaffinity(0))
-    # 12 bytes of state for each, and the pinned ring of slots twice as large, each slab rounded up to a page.
-    assert 5000 * 12 + 3 * 12_000 <= stats["pinned_bytes"] <= 5000 * 12 + 3 * 12_288 + 4 * 4096
+    # 12 bytes of state for each; for parameters of a GPU a pinned ring of slots twice as large; slabs are whole pages.
+    ring = 3 * 12_288 if device.type == "cuda" else 0
+    assert 5000 * 12 + ring <= stats["pinned_bytes"] <= 5000 * 12 + ring + 4 * 4096
     travelled = 0 if device.type == "cpu" else 5000 * 2
     assert (stats["host_down_bytes"], stats["host_up_bytes"]) == (2 * travelled, travelled)
 
@@ -158,13 +159,42 @@ def test_a_failure_on_a_thread_surfaces_in_the_step(device: torch.device, placem
     optimizer.close()
 
 
-def test_a_budget_counts_the_hosts_ring(device: torch.device) -> None:
+@pytest.mark.parametrize("placed", ["host", "0.3", "auto"], indirect=True)
+def test_a_budget_counts_the_hosts_ring_before_anything_is_pinned(device: torch.device, placed: dict[str, Any]) -> None:
     parameters = make([(5000,)], device=device)
-    optimizer = forebay.AdamW(parameters, placement="host", slots=2, chunk_bytes=1 << 20, pinned_budget_bytes=1 << 20)
+    size = {"slots": 2, "chunk_bytes": 1 << 20}
     give_gradients(parameters, 0)
-    with pytest.raises(forebay.OutOfMemoryError) as caught:
-        optimizer.step()
-    assert caught.value.limit_bytes == 1 << 20
+
+    def refused(budget: int) -> int:
+        optimizer = forebay.AdamW(parameters, pinned_budget_bytes=budget, **size, **placed)
+        with pytest.raises(forebay.OutOfMemoryError) as caught:
+            optimizer.step()
+        assert optimizer.stats()["pinned_bytes"] == 0
+        assert (caught.value.limit_bytes, caught.value.available_bytes) == (budget, budget)
+        return int(caught.value.requested_bytes)
+
+    needed = refused(100)
+    # Parameters on the host are updated in place: no ring for them.
+    ring = 0 if placed["placement"] == "host" and device.type == "cpu" else 4 << 20
+    assert ring + 40_000 < needed < ring + 60_000
+    assert refused(needed - 1) == needed
+    optimizer = forebay.AdamW(parameters, pinned_budget_bytes=needed, **size, **placed)
+    optimizer.step()
+    assert optimizer.stats()["pinned_bytes"] == needed
+
+
+def test_parameters_that_come_to_the_device_later_get_a_ring(device: torch.device) -> None:
+    first, second = make([(500,)]), make([(700,), (30,)], device=device)
+    optimizer = forebay.AdamW(first, lr=1e-2, placement="host", device=device, chunk_bytes=TINY)
+    train(optimizer, first, 1)
+    pinned = optimizer.stats()["pinned_bytes"]
+    optimizer.add_param_group({"params": second})
+    train(optimizer, [*first, *second], range(1, 4))
+    ring = 8 * TINY if device.type == "cuda" else 0
+    assert ring + 730 * 8 < optimizer.stats()["pinned_bytes"] - pinned < ring + 730 * 8 + 2 * 4096
+    expected = forebay.AdamW(others := make([(500,)]), lr=1e-2)
+    train(expected, others, 4)
+    assert_same(snapshot(optimizer, first), snapshot(expected, others))
 
 
 def test_state_dicts_pass_from_placement_to_placement(device: torch.device, placed: dict[str, Any]) -> None:

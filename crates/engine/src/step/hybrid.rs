@@ -258,7 +258,7 @@ pub struct Hybrid {
 }
 
 impl Hybrid {
-    /// Starts the host's threads and pins its ring.
+    /// Starts the host's threads and pins its ring; see [`HostLane::new`].
     pub fn new(pool: &Pool, share: HostShare, options: &HostOptions, slots: usize, slot_bytes: u64) -> Result<Self> {
         if let HostShare::Fixed(fraction) = share
             && !(0.0..=1.0).contains(&fraction)
@@ -276,6 +276,11 @@ impl Hybrid {
     /// The host's threads, ring and statistics.
     pub fn lane(&self) -> &HostLane {
         &self.lane
+    }
+
+    /// Pins the host's ring where there is none yet, between steps.
+    pub fn open_ring(&mut self, pool: &Pool, slots: usize) -> Result<()> {
+        self.lane.open_ring(pool, slots)
     }
 
     /// The part of the bytes that the host updated in the last step.
@@ -322,6 +327,7 @@ impl Hybrid {
             let bytes = plan.chunks().iter().map(|chunk| payload_bytes(plan, chunk, part.tensors));
             bytes.enumerate().filter(|&(_, bytes)| bytes > 0).map(move |(chunk, bytes)| (i, chunk, bytes))
         });
+        let order: Vec<_> = order.collect();
         let in_place = stores.iter().all(|store| store.plan().buckets().iter().all(|bucket| bucket.on_host));
         if self.share == HostShare::Auto {
             lock(&self.measured).begin(bytes(&order));
@@ -330,7 +336,6 @@ impl Hybrid {
         let pipeline = stores.iter().find_map(|store| store.streamed()).map(|streamed| streamed.pipeline());
         let start = Instant::now();
         // The host alone is just that, on streams of its own; but it reads what earlier steps have stored.
-        let order: Vec<_> = order.collect();
         let pipeline = match pipeline {
             Some(pipeline) if claims.is_host_s() => pipeline.drain().map(|()| None)?,
             pipeline => pipeline,
@@ -392,12 +397,12 @@ impl Hybrid {
                     streamed.run_chunk(chunk, parts[part].tensors, inputs, compute)?;
                 }
             }
+            // A trial's time includes the last stores, for which a step does not wait otherwise.
             if tries {
                 pipeline.drain()?;
             }
             lock(&self.measured).device_ns = start.elapsed().as_nanos() as u64;
             Ok(())
-            // A trial's time includes the last stores, for which a step does not wait otherwise.
         };
         if claims.is_device_s() {
             return device(None).and(self.lane.wait_for_landing());
@@ -487,11 +492,6 @@ mod tests {
     }
 
     #[test]
-    fn a_share_is_moved_towards_the_end_that_was_done_first() {
-        let tried = |fraction, host_s, device_s| Tried { fraction, seconds: 1.0, host_s, device_s }.balanced();
-        assert_eq!(tried(0.5, 1.0, 1.0), 0.5);
-        assert!((tried(0.5, 1.0, 3.0) - 0.75).abs() < 1e-12, "the host is three times as fast");
-    #[test]
     fn steps_that_update_little_are_not_what_auto_goes_by() {
         let mut measured = Measured::default();
         let mut step = |bytes: u64, fraction: f64| {
@@ -511,6 +511,11 @@ mod tests {
         assert_eq!(step(1000, 1.0), (false, Some(0.0)));
     }
 
+    #[test]
+    fn a_share_is_moved_towards_the_end_that_was_done_first() {
+        let tried = |fraction, host_s, device_s| Tried { fraction, seconds: 1.0, host_s, device_s }.balanced();
+        assert_eq!(tried(0.5, 1.0, 1.0), 0.5);
+        assert!((tried(0.5, 1.0, 3.0) - 0.75).abs() < 1e-12, "the host is three times as fast");
         assert!((tried(0.2, 1.0, 1.0) - 0.2).abs() < 1e-12);
         assert!(tried(0.5, 2.0, 1.0) < 0.5);
         // Nothing to go by.
