@@ -202,6 +202,10 @@ class Engine:
         """
         Block until every store has ended.
         """
+    def take_torn(self, /) -> bool:
+        """
+        Whether the last step broke off when some of it was done already. Says so once.
+        """
     def touch_state(self, /, others: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]]) -> tuple[int, float]:
         """
         Read and write every byte of the state, and of other memory on the host (address and bytes of each, whole words),
@@ -283,6 +287,11 @@ class Looked:
     def has_single(self, /) -> bool:
         """
         Whether one has a single element.
+        """
+    def overlap(self, /, apart: Looked | None) -> tuple[int, int] | None:
+        """
+        The places of two that share memory, if there are such. These are not gone through where they are the ones that
+        are known to be apart.
         """
     def reachable(self, /, device: SupportsIndex) -> bool:
         """

@@ -11,7 +11,7 @@ use forebay::device::{
 use forebay::pipeline::{Pipeline, RunStats};
 use forebay::plan::{PlanOptions, StateKind, StepPlan, TensorSpec};
 use forebay::pool::Pool;
-use forebay::step::{Binding, HostLane, HostShare, HostState, Hybrid, PlacedAdamW, Powers, StepInputs};
+use forebay::step::{Binding, HostLane, HostShare, HostState, Hybrid, PlacedAdamW, Powers, StepInputs, check_memory};
 use forebay::{Error, Result};
 use pyo3::prelude::*;
 
@@ -45,6 +45,8 @@ struct Inner {
     own_compute: Option<Stream>,
     /// Marks the end of work on memory of torch's on the host.
     finished: Option<Event>,
+    /// A step began and did not end.
+    torn: bool,
     closed: bool,
 }
 
@@ -284,7 +286,7 @@ impl Engine {
             let mut guarded = self.open_inner()?;
             let compute = self.compute(&mut guarded, stream)?;
             let keeper: Keeper = Arc::new(());
-            let Inner { pipeline, stores, powers, finished, hybrid, landing, .. } = &mut *guarded;
+            let Inner { pipeline, stores, powers, finished, hybrid, landing, torn, .. } = &mut *guarded;
             let Some(powers) = powers else { return Ok(()) };
             // Whatever happens, no later step may take them for its own.
             let landed = landing.take();
@@ -309,6 +311,7 @@ impl Engine {
             }
             // A save under way gives way until this returns.
             let _stepping: Vec<_> = stores.iter().filter_map(|store| store.state().stepping()).collect();
+            *torn = true;
             pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.begin())?;
             let outcome = match hybrid {
                 Some(hybrid) => hybrid.run(stores, &bound, &landed, &inputs, &compute),
@@ -326,7 +329,9 @@ impl Engine {
                 Ok(())
             };
             outcome.and(ended)?;
-            stores.iter().zip(&counters).try_for_each(|(store, steps)| store.state().set_steps(steps))
+            stores.iter().zip(&counters).try_for_each(|(store, steps)| store.state().set_steps(steps))?;
+            *torn = false;
+            Ok(())
         })
     }
 
@@ -346,7 +351,7 @@ impl Engine {
             let mut guarded = self.open_inner()?;
             let compute = self.compute(&mut guarded, stream)?;
             let keeper: Keeper = Arc::new(());
-            let Inner { powers, finished, .. } = &mut *guarded;
+            let Inner { powers, finished, torn, .. } = &mut *guarded;
             let powers = made_once(powers, || Powers::new(&self.pool))?;
             let mut sets = Sets::default();
             let (params, grads, group) = &tensors;
@@ -361,11 +366,14 @@ impl Engine {
                     torch::region(&self.device, addr, param.elements * width, Place::Device, &keeper)
                 };
                 let optional = |addr: u64| (addr != 0).then(|| region(addr, 4)).transpose();
+                let (param, param_dtype) = (region(param.addr, param.dtype.bytes())?, param.dtype);
+                let (grad, grad_dtype) = (region(grad.addr, grad.dtype.bytes())?, grad.dtype);
+                check_memory(|| format!("tensor {i} of this step"), (&param, param_dtype), (&grad, grad_dtype))?;
                 segments.push(AdamWSegment {
-                    param: region(param.addr, param.dtype.bytes())?,
-                    param_dtype: param.dtype,
-                    grad: region(grad.addr, grad.dtype.bytes())?,
-                    grad_dtype: grad.dtype,
+                    param,
+                    param_dtype,
+                    grad,
+                    grad_dtype,
                     exp_avg: region(state[i][0], 4)?,
                     exp_avg_sq: region(state[i][1], 4)?,
                     max_exp_avg_sq: optional(state[i][2])?,
@@ -376,9 +384,17 @@ impl Engine {
             let grad_scale = self.flag(grad_scale, &keeper)?;
             let step = AdamW { segments: &segments, scalars: &sets.scalars, grad_scale, skip: None };
             let launched = self.device.launch(&compute, &Kernel::AdamW(step));
+            // Operands are refused before any of them is touched.
+            *torn = !matches!(launched, Ok(()) | Err(DeviceError::BadOperands { .. }));
             let ended = if self.is_cpu() { self.finish(finished, &compute) } else { Ok(()) };
+            *torn |= ended.is_err();
             launched.map_err(Error::from).and(ended)
         })
+    }
+
+    /// Whether the last step broke off when some of it was done already. Says so once.
+    fn take_torn(&self) -> bool {
+        std::mem::take(&mut self.lock().torn)
     }
 
     /// Block until a tensor's stores have ended; others go on.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -149,14 +150,35 @@ def test_a_failure_on_a_thread_surfaces_in_the_step(device: torch.device, placem
     with pytest.raises(forebay.DeviceError, match=r"the host's threads.*an update failed on purpose"):
         optimizer.step()
     assert [int(values["step"]) for values in snapshot(optimizer, parameters)] == before
-    # It goes on from what is there, and can be closed.
-    train(optimizer, parameters, range(3, 5))
-    assert [int(values["step"]) for values in snapshot(optimizer, parameters)] == [step + 2 for step in before]
-    optimizer._engine._fail_on_host_for_test()
-    give_gradients(parameters, 5)
-    with pytest.raises(forebay.DeviceError):
+    # Some of it is updated and some is not: it can be closed, and that is all.
+    with pytest.raises(forebay.CheckpointError, match=r"cannot be stepped: its last step broke off .* on purpose"):
         optimizer.step()
     optimizer.close()
+
+
+@pytest.mark.parametrize("placement", ["host", "hybrid"])
+def test_after_a_failure_in_mid_step_a_load_brings_all_back(device: torch.device, placement: str) -> None:
+    options: dict[str, Any] = {"host_fraction": 0.6} if placement == "hybrid" else {}
+    parameters = make(device=device)
+    optimizer = forebay.AdamW(parameters, lr=1e-2, placement=placement, chunk_bytes=TINY, **options)
+    train(optimizer, parameters, 2)
+    before, saved = snapshot(optimizer, parameters), copy.deepcopy(optimizer.state_dict())
+    optimizer._engine._fail_on_host_for_test()
+    give_gradients(parameters, 2)
+    with pytest.raises(forebay.DeviceError, match="on purpose"):
+        optimizer.step()
+    with torch.no_grad():
+        for parameter, values in zip(parameters, before, strict=True):
+            parameter.copy_(values["param"])
+    optimizer.load_state_dict(saved)
+    # What is refused beforehand is no such failure.
+    parameters[0].data = torch.zeros(1, device=device)
+    parameters[0].grad = torch.zeros(1, device=device)
+    with pytest.raises(forebay.OptionError, match="shape"):
+        optimizer.step()
+    parameters[0].data = before[0]["param"].to(device)
+    train(optimizer, parameters, range(2, 4))
+    assert_same(snapshot(optimizer, parameters), run(device=device, steps=4, chunk_bytes=TINY))
 
 
 @pytest.mark.parametrize("placed", ["host", "0.3", "auto"], indirect=True)
