@@ -121,7 +121,7 @@ def check_options(
     )
 
 
-def _check_host(placement: str, fraction: object, threads: object, kernel: str | None) -> float | None:
+def _check_host(placement: str, fraction: object, threads: object, kernel: object) -> float | None:
     """Return the part that the host updates, None to find it."""
     if fraction is not None and placement != "hybrid":
         raise OptionError(f"host_fraction={fraction!r} contradicts placement {placement!r}; it belongs to 'hybrid'")
@@ -130,7 +130,12 @@ def _check_host(placement: str, fraction: object, threads: object, kernel: str |
             if value is not None:
                 raise OptionError(f"{name}={value!r} contradicts placement {placement!r}; use 'host' or 'hybrid'")
         return 0.0
-    _core.check_host(None if threads is None else _whole("host_threads", threads, 0), kernel)
+    if kernel is not None and not isinstance(kernel, str):
+        raise OptionError(f"invalid host_kernel: {kernel!r}; use 'portable', 'avx2' or 'avx512'")
+    cores = _core.check_host(kernel)
+    # Compared here: a number may be larger than the extension can take.
+    if threads is not None and _whole("host_threads", threads, 1) > cores:
+        raise OptionError(f"invalid host_threads: {threads}; this process may use {cores} cores; give 1 to {cores}")
     if placement == "host":
         return 1.0
     if fraction is None or fraction == "auto":

@@ -154,7 +154,7 @@ class Engine:
     def open_host(self, /, fraction: SupportsFloat | SupportsIndex | None, threads: SupportsIndex | None, kernel: str | None) -> None:
         """
         Let the host update its share: a fraction, or nothing for what makes both ends finish together. Without a ring it
-        updates all.
+        updates all. Its threads are started and its own ring is pinned with the state.
         """
     def open_landing(self, /, store: SupportsIndex, bytes: SupportsGetItem[int, SupportsIndex], budget_bytes: SupportsIndex | None) -> None:
         """
@@ -201,6 +201,10 @@ class Engine:
     def synchronize(self, /) -> None:
         """
         Block until every store has ended.
+        """
+    def take_torn(self, /) -> bool:
+        """
+        Whether the last step broke off when some of it was done already. Says so once.
         """
     def touch_state(self, /, others: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]]) -> tuple[int, float]:
         """
@@ -283,6 +287,11 @@ class Looked:
     def has_single(self, /) -> bool:
         """
         Whether one has a single element.
+        """
+    def overlap(self, /, apart: Looked | None) -> tuple[int, int] | None:
+        """
+        The places of two that share memory, if there are such. These are not gone through where they are the ones that
+        are known to be apart.
         """
     def reachable(self, /, device: SupportsIndex) -> bool:
         """
@@ -451,9 +460,9 @@ def bench_step(device: str | None, params: SupportsIndex, slots: SupportsIndex, 
     Run the streamed step over synthetic parameters; JSON text.
     """
 
-def check_host(threads: SupportsIndex | None, kernel: str | None) -> int:
+def check_host(kernel: str | None) -> int:
     """
-    Check a number of host threads and the name of a kernel against this machine; return the number of threads.
+    Check the name of a kernel against this machine; return how many threads the host may have.
     """
 
 def explain_activations(plan: str) -> str:

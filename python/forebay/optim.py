@@ -67,12 +67,14 @@ class AdamW(torch.optim.Optimizer):
     skip_nonfinite
         Leave everything as it is when the norm is not finite. Costs one wait for the device in each step.
     pinned_budget_bytes
-        Refuse to pin more than this.
+        Refuse to pin more than this: state, the gradients of ``last_backward``, and where the host updates parameters
+        of a GPU a ring of ``2 * slots * chunk_bytes`` for their gradients and weights.
     device
         Where to compute when parameters are on the CPU; by default on the CPU.
     host_fraction
         The part of the state, by bytes, that the host updates in placement ``"hybrid"``; ``"auto"``, the default, finds
-        in the first steps the part that makes both ends finish together, and keeps to it.
+        in the first steps the part that makes both ends finish together, and keeps to it until a step updates more than
+        twice as much.
     host_threads
         Threads that update on the host; by default as many as this process has cores.
     host_kernel
@@ -129,8 +131,10 @@ class AdamW(torch.optim.Optimizer):
     def _set_up(self, options: Options) -> None:
         AdamW.alive.add(self)
         self._options = options
-        # Why the state cannot be trusted: a load broke off in the middle.
+        # Why the state cannot be trusted: what broke off in the middle, and with what.
         self._distrusted: str | None = None
+        # What the parameters of the last step were: no two of them share memory.
+        self._apart: _core.Looked | None = None
         self._engine: _core.Engine | None = None
         self._compute: torch.device | None = None
         self._stores: list[Store] = []
@@ -230,6 +234,10 @@ class AdamW(torch.optim.Optimizer):
         self._landed.check(engine)
         try:
             run(engine, compute, found, scale.data_ptr() if isinstance(scale, torch.Tensor) else 0)
+        except Exception as error:
+            if engine.take_torn():
+                self.distrust(str(error), "its last step")
+            raise
         finally:
             self._landed.forget(engine)
         if self._fresh:
@@ -318,7 +326,21 @@ class AdamW(torch.optim.Optimizer):
             if not (found.contiguous and all(store.contiguous for store in self._stores)):
                 found.put_in_order([self._stores[number].strides[index] for number, index in homes])
             tensors = found.tensors_of(self._stores, homes)
+        self._check_apart(found)
         engine.step(tensors, self._groups(), stream_handle(compute), scale)
+
+    def _check_apart(self, found: Found) -> None:
+        """Refuse parameters that share memory: torch updates one after the other, here they take no turns."""
+        assert found.looked is not None
+        parameters = found.looked[0]
+        pair = parameters.overlap(self._apart)
+        if pair is not None:
+            first, second = (self._name(found.groups[place], found.positions[place]) for place in pair)
+            raise OptionError(
+                f"{first} and {second} share memory; use one and the same parameter in both places, or give each "
+                "memory of its own with clone"
+            )
+        self._apart = parameters
 
     def _check_unchanged(self, found: Found, devices: list[int], shapes: list[torch.Size]) -> None:
         """Refuse parameters that are no longer what their state was created for."""
@@ -348,6 +370,7 @@ class AdamW(torch.optim.Optimizer):
         addresses = [[address(local(state[kind])) if kind in state else 0 for kind in KINDS] for state in states]
         steps = [int(state["step"].item()) + 1 for state in states]
         groups = self._groups()
+        self._check_apart(found)
         engine.update_resident(found.tensors(), addresses, steps, groups, stream_handle(compute), scale)
         for state in states:
             state["step"] += 1
@@ -583,7 +606,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _host_stats(self) -> dict[str, float | int]:
         """Return the host's part of the last step; nothing for placements in which it has none."""
-        if not self._options.updates_on_host:
+        if self._options.placement not in ("host", "hybrid"):
             return {}
         numbers = self._engine.host_stats() if self._engine is not None else [0] * 9
         threads, chunks, state_bytes, down_bytes, up_bytes, run_ns, wire_wait_ns, update_wait_ns, device_ns = numbers
@@ -611,16 +634,16 @@ class AdamW(torch.optim.Optimizer):
         """
         return last_backward(self)
 
-    def distrust(self, reason: str) -> None:
+    def distrust(self, reason: str, what: str = "its last load") -> None:
         """Refuse to step until the state has been loaded anew: something has been written into it that is wrong."""
-        self._distrusted = reason
+        self._distrusted = f"{what} broke off with: {reason}"
 
     def check_trusted(self, done: str) -> None:
-        """Refuse state that a load left half written."""
+        """Refuse state that a load or a step left half written."""
         if self._distrusted is not None:
             raise CheckpointError(
-                f"the optimizer cannot be {done}: its last load broke off with: {self._distrusted}; load a checkpoint "
-                "that is whole"
+                f"the optimizer cannot be {done}: {self._distrusted}; load a checkpoint that is whole, and the model's "
+                "with it"
             )
 
     def close(self) -> None:

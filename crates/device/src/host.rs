@@ -2,8 +2,8 @@
 //!
 //! A pool is made once and serves any number of devices' memory. Work is cut by bytes into shares of
 //! [`SHARE_ELEMENTS`] elements or more, whatever the tensors' sizes, and the threads take share after share, from one
-//! piece of work on to the next without meeting in between. Threads sleep while there is nothing to do, and are bound to no core:
-//! torch has threads of its own, and the system knows best who runs where.
+//! piece of work on to the next without meeting in between. Threads sleep while there is nothing to do, and each may run
+//! on any core of the process: torch has threads of its own, and the system knows best who runs where.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -17,6 +17,7 @@ use crate::cpu::adamw::{Sweep, Unit};
 use crate::error::{Error, Result};
 use crate::kernel::AdamWSegment;
 use crate::memory::{DeviceId, Region, check_home, fresh_key};
+use crate::thread::Cores;
 
 /// Elements of the smallest share: small enough that the threads end together, large enough that taking one costs nothing.
 const SHARE_ELEMENTS: usize = 32 << 10;
@@ -97,7 +98,7 @@ impl HostUpdate {
     }
 }
 
-/// Cores that this process may use: those of its affinity mask and its control group.
+/// Cores that this process may use, as many as its control group's quota allows; see [`Cores::here`].
 pub fn host_cores() -> usize {
     crate::cpu::threads()
 }
@@ -107,6 +108,7 @@ pub struct HostThreads {
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
     unit: Unit,
+    cores: Cores,
     pid: u32,
 }
 
@@ -205,17 +207,11 @@ impl HostThreads {
     /// Starts the threads.
     pub fn new(options: &HostOptions) -> Result<Self> {
         let (threads, unit) = (options.check()?, Unit::named(options.kernel.as_deref())?);
-        let shared = Arc::new(Shared::default());
-        let mut pool = Self { shared, workers: Vec::with_capacity(threads), unit, pid: std::process::id() };
+        let (shared, cores) = (Arc::new(Shared::default()), Cores::here());
+        let mut pool = Self { shared, workers: Vec::with_capacity(threads), unit, cores, pid: std::process::id() };
         for index in 0..threads {
             let shared = pool.shared.clone();
-            let worker = std::thread::Builder::new().name(format!("forebay-host-{index}")).spawn(move || shared.work());
-            pool.workers.push(worker.map_err(|error| Error::Os {
-                call: "thread spawn",
-                bytes: 0,
-                errno: error.raw_os_error().unwrap_or(0),
-                text: error.to_string(),
-            })?);
+            pool.workers.push(cores.spawn(&format!("forebay-host-{index}"), move || shared.work())?);
         }
         Ok(pool)
     }
@@ -223,6 +219,11 @@ impl HostThreads {
     /// How many threads there are.
     pub fn threads(&self) -> usize {
         self.workers.len()
+    }
+
+    /// Where they run.
+    pub fn cores(&self) -> Cores {
+        self.cores
     }
 
     /// Which kernel they run.
@@ -304,12 +305,13 @@ impl HostThreads {
 
 impl Drop for HostThreads {
     fn drop(&mut self) {
+        // A forked child has no such threads, and the lock may be held by one of the parent's for ever.
+        if self.pid != std::process::id() {
+            return;
+        }
         lock(&self.shared.queue).closed = true;
         self.shared.changed.notify_all();
-        // A forked child has no such threads to wait for.
-        if self.pid == std::process::id() {
-            self.workers.drain(..).for_each(|worker| drop(worker.join()));
-        }
+        self.workers.drain(..).for_each(|worker| drop(worker.join()));
     }
 }
 
@@ -446,6 +448,31 @@ mod tests {
         pool.touch(&buffer.all()).unwrap().wait().unwrap();
         assert!(*memory == *pattern);
         assert!(pool.touch(&buffer.region(0, 3).unwrap()).is_err());
+    }
+
+    #[test]
+    fn a_forked_child_lets_go_of_the_pool_whoever_holds_its_lock() {
+        let pool = HostThreads::new(&HostOptions::default()).unwrap();
+        let shared = pool.shared.clone();
+        let held = lock(&shared.queue);
+        // SAFETY: the child drops the pool and ends at once, without unwinding or running destructors of others.
+        match unsafe { libc::fork() } {
+            -1 => panic!("fork: {}", std::io::Error::last_os_error()),
+            0 => {
+                // SAFETY: a child that hangs is ended by the signal.
+                unsafe { libc::alarm(10) };
+                drop(pool);
+                // SAFETY: as above.
+                unsafe { libc::_exit(0) }
+            }
+            child => {
+                let mut status = -1;
+                // SAFETY: waits for the child from above.
+                assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+                assert_eq!(status, 0, "the child hung");
+            }
+        }
+        drop(held);
     }
 
     #[test]

@@ -49,6 +49,8 @@ mod memory;
 #[allow(unsafe_code, reason = "mappings are made by system calls")]
 mod pinned;
 mod stream;
+#[allow(unsafe_code, reason = "cores and rounding are the system's and the processor's")]
+mod thread;
 
 use std::sync::Arc;
 
@@ -65,6 +67,7 @@ pub use kernel::{AdamW, AdamWSegment, Dtype, Kernel};
 pub use memory::{ALIGN_BYTES, Buffer, DeviceId, PIECE_BYTES, Place, Region, Slab, SlabLayout};
 pub use pinned::{HostMemory, PinStats};
 pub use stream::{Event, Stream};
+pub use thread::Cores;
 
 /// Opens a device by name: `cpu`, `cuda` or `cuda:N`.
 pub fn open(name: &str) -> Result<SharedDevice> {

@@ -12,6 +12,7 @@
 use std::time::Instant;
 
 use crate::error::{Error, Result};
+use crate::thread::Cores;
 
 const HUGE_PAGE_BYTES: u64 = 2 << 20;
 const PROBE_BYTES: u64 = 256 << 20;
@@ -122,14 +123,15 @@ impl HostMapping {
         let start = Instant::now();
         let page = page_bytes() as usize;
         let (first, len) = (self.addr + offset as usize, len as usize);
-        let spread = numa_nodes() > 1;
+        let (spread, cores) = (numa_nodes() > 1, Cores::here());
         std::thread::scope(|scope| {
             for thread in 0..threads {
                 let mut portions = portions(len, threads, thread, spread).peekable();
                 if portions.peek().is_none() {
                     break;
                 }
-                scope.spawn(move || {
+                // Pages that no thread touches here are faulted in where they are used, only more slowly.
+                let _ = cores.spawn_scoped(scope, "forebay-fault", move || {
                     for addr in portions.flat_map(|range| (first + range.start..first + range.end).step_by(page)) {
                         // SAFETY: `addr` lies in this mapping, which outlives the scope; nobody else knows the address
                         // yet, and a fresh page holds zeros, so writing a zero changes nothing.

@@ -298,7 +298,7 @@ fn a_failure_on_a_thread_is_the_step_s_and_leaves_the_host_usable(on: &Subject) 
 
 fn a_refused_resource_of_the_host_leaves_nothing_behind(on: &Subject) {
     let on = on.another();
-    for (call, count) in [(Call::Pin, 1), (Call::Event, 9), (Call::Stream, 2)] {
+    for (call, count) in [(Call::Pin, 2), (Call::Event, 9), (Call::Stream, 2)] {
         for nth in 0..count {
             let pool = Pool::new(on.device.clone());
             on.fault.on(call, nth, Misbehaviour::Fail);

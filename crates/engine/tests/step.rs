@@ -39,6 +39,7 @@ on_devices! {
         settle_waits_for_one_tensor_only,
         another_number_of_tensors_is_refused,
         another_size_is_refused_by_name_before_anything_changes,
+        memory_that_no_kernel_can_use_is_refused_by_name_before_anything_changes,
         a_scalar_set_that_is_not_there_is_refused_before_anything_changes;
     checked:
         state_is_readable_after_settle_and_not_before;
@@ -465,6 +466,26 @@ fn another_size_is_refused_by_name_before_anything_changes(on: &Subject) {
     let (region, dtype) = grad[4].grad.take().unwrap();
     grad[4].grad = Some((short(&region, 8), dtype));
     assert_refused(on, &rig, &grad, &["tensor.4", "gradient", "1298", "1300"]);
+    rig.step(1).unwrap();
+    rig.optimizer.synchronize().unwrap();
+    rig.assert_exact(2);
+}
+
+fn memory_that_no_kernel_can_use_is_refused_by_name_before_anything_changes(on: &Subject) {
+    let rig = mismatched_rig(on);
+    let tensors = rig.bindings(1);
+    let bytes = tensors[4].param.bytes();
+    let longer = tensors.iter().map(|tensor| &tensor.param).find(|param| param.bytes() > bytes).unwrap();
+    let odd = longer.slice(1, bytes).unwrap();
+    let mut param = tensors.clone();
+    param[4].param = odd.clone();
+    assert_refused(on, &rig, &param, &["tensor.4", "it begins at 0x", "inside an element of 2 bytes"]);
+    let mut grad = tensors.clone();
+    grad[4].grad = Some((odd, Dtype::Bf16));
+    assert_refused(on, &rig, &grad, &["tensor.4", "its gradient begins at 0x"]);
+    let mut shared = tensors.clone();
+    shared[4].grad = Some((shared[4].param.clone(), Dtype::Bf16));
+    assert_refused(on, &rig, &shared, &["tensor.4", "shares memory with its gradient"]);
     rig.step(1).unwrap();
     rig.optimizer.synchronize().unwrap();
     rig.assert_exact(2);

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use forebay::checkpoint::{self, Entry, Extent, Manifest, Request, SnapshotStats, WriteOptions, element_bytes};
-use forebay::device::{Backend, Place, SharedDevice, Slab, SlabLayout, Stream, open};
+use forebay::device::{Backend, Cores, Place, SharedDevice, Slab, SlabLayout, Stream, open};
 use forebay::{Error, Result};
 use pyo3::prelude::*;
 
@@ -125,7 +125,7 @@ impl Snapshot {
                 // At full priority: a step may come to wait for the page that is being copied.
                 let work = move || snapshot.copy_ahead(turn, threads, bytes_per_s);
                 // Without the thread the step copies for itself.
-                let _ = std::thread::Builder::new().name("forebay-snapshot".to_owned()).spawn(work);
+                let _ = Cores::here().spawn("forebay-snapshot", work);
             }
             Ok(())
         })

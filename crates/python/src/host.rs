@@ -6,11 +6,11 @@ use pyo3::prelude::*;
 
 use crate::guard;
 
-/// Check a number of host threads and the name of a kernel against this machine; return the number of threads.
+/// Check the name of a kernel against this machine; return how many threads the host may have.
 #[pyfunction]
-#[pyo3(signature = (threads, kernel))]
-pub(crate) fn check_host(py: Python<'_>, threads: Option<usize>, kernel: Option<String>) -> PyResult<usize> {
-    guard::run(py, || Ok(HostOptions { threads, kernel }.check()?))
+#[pyo3(signature = (kernel))]
+pub(crate) fn check_host(py: Python<'_>, kernel: Option<String>) -> PyResult<usize> {
+    guard::run(py, || Ok(HostOptions { threads: None, kernel }.check()?))
 }
 
 /// Run the step at every placement over made-up bf16 parameters, in turns, and at fixed shares of the host where asked

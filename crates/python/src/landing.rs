@@ -5,6 +5,20 @@ use forebay::pool::{Lease, Pool};
 use forebay::step::HostLane;
 use forebay::{Error, Result};
 
+/// Refuses to pin what a budget has no room for, before anything is pinned.
+pub(crate) fn check_budget(requested_bytes: u64, taken_bytes: u64, budget_bytes: Option<u64>) -> Result<()> {
+    match budget_bytes {
+        Some(budget_bytes) if taken_bytes + requested_bytes > budget_bytes => {
+            Err(Error::Device(DeviceError::OutOfPinnedBudget {
+                requested_bytes,
+                available_bytes: budget_bytes.saturating_sub(taken_bytes),
+                budget_bytes,
+            }))
+        }
+        _ => Ok(()),
+    }
+}
+
 /// One store's gradients.
 struct Room {
     slab: Lease<Slab>,
@@ -33,16 +47,7 @@ impl Landing {
         if self.rooms[store].is_some() || bytes.iter().sum::<u64>() == 0 {
             return Ok(());
         }
-        let requested_bytes = SlabLayout::new(bytes)?.bytes();
-        if let Some(budget_bytes) = budget_bytes
-            && taken_bytes + requested_bytes > budget_bytes
-        {
-            return Err(Error::Device(DeviceError::OutOfPinnedBudget {
-                requested_bytes,
-                available_bytes: budget_bytes.saturating_sub(taken_bytes),
-                budget_bytes,
-            }));
-        }
+        check_budget(SlabLayout::new(bytes)?.bytes(), taken_bytes, budget_bytes)?;
         let slab = pool.slab("gradients", bytes)?;
         self.rooms[store] = Some(Room { landed: vec![None; bytes.len()], slab });
         Ok(())

@@ -137,6 +137,22 @@ impl Looked {
         self.rows.iter().all(|row| row.device == device || row.device == -1)
     }
 
+    /// The places of two that share memory, if there are such. These are not gone through where they are the ones that
+    /// are known to be apart.
+    fn overlap(&self, apart: Option<&Bound<'_, Self>>) -> Option<(usize, usize)> {
+        if apart.is_some_and(|apart| apart.get().rows == self.rows) {
+            return None;
+        }
+        let filled = self.rows.iter().enumerate().filter(|(_, row)| row.elements > 0);
+        let mut ranges: Vec<_> = filled
+            .map(|(place, row)| (row.device, row.addr, row.addr + row.elements * row.dtype.bytes(), place))
+            .collect();
+        // In the order of their first bytes, neighbours overlap where any do.
+        ranges.sort_unstable();
+        let found = ranges.windows(2).find(|pair| pair[0].0 == pair[1].0 && pair[1].1 < pair[0].2)?;
+        Some((found[0].3.min(found[1].3), found[0].3.max(found[1].3)))
+    }
+
     /// Whether one has a single element.
     fn has_single(&self) -> bool {
         self.rows.iter().any(|row| row.elements == 1)

@@ -11,13 +11,13 @@ use forebay::device::{
 use forebay::pipeline::{Pipeline, RunStats};
 use forebay::plan::{PlanOptions, StateKind, StepPlan, TensorSpec};
 use forebay::pool::Pool;
-use forebay::step::{Binding, HostShare, HostState, Hybrid, PlacedAdamW, Powers, StepInputs};
+use forebay::step::{Binding, HostLane, HostShare, HostState, Hybrid, PlacedAdamW, Powers, StepInputs, check_memory};
 use forebay::{Error, Result};
 use pyo3::prelude::*;
 
 use crate::checkpoint::Snapshot;
 use crate::guard;
-use crate::landing::Landing;
+use crate::landing::{Landing, check_budget};
 use crate::looked::{Looked, Row};
 use crate::torch::{self, HostView, Keeper};
 
@@ -34,7 +34,9 @@ pub(crate) struct Engine {
 struct Inner {
     pipeline: Option<Arc<Pipeline>>,
     stores: Vec<PlacedAdamW>,
-    /// The host's part, for the placements that have one.
+    /// What was asked of the host, for the placements that give it a part.
+    host: Option<(HostShare, HostOptions)>,
+    /// The host's part; made with the first store.
     hybrid: Option<Hybrid>,
     /// Gradients that come down during backward.
     landing: Landing,
@@ -43,6 +45,8 @@ struct Inner {
     own_compute: Option<Stream>,
     /// Marks the end of work on memory of torch's on the host.
     finished: Option<Event>,
+    /// A step began and did not end.
+    torn: bool,
     closed: bool,
 }
 
@@ -196,7 +200,7 @@ impl Engine {
     }
 
     /// Let the host update its share: a fraction, or nothing for what makes both ends finish together. Without a ring it
-    /// updates all.
+    /// updates all. Its threads are started and its own ring is pinned with the state.
     #[pyo3(signature = (fraction, threads, kernel))]
     fn open_host(
         &self,
@@ -206,10 +210,8 @@ impl Engine {
         kernel: Option<String>,
     ) -> PyResult<()> {
         guard::run(py, || {
-            let mut inner = self.open_inner()?;
-            let PlanOptions { slots, slot_bytes, .. } = self.options;
             let share = fraction.map_or(HostShare::Auto, HostShare::Fixed);
-            inner.hybrid = Some(Hybrid::new(&self.pool, share, &HostOptions { threads, kernel }, slots, slot_bytes)?);
+            self.open_inner()?.host = Some((share, HostOptions { threads, kernel }));
             Ok(())
         })
     }
@@ -229,23 +231,26 @@ impl Engine {
         guard::run(py, || {
             let mut inner = self.open_inner()?;
             let plan = self.plan(names, &elements, &amsgrad, &master, &on_host)?;
-            let bytes = SlabLayout::new(&HostState::part_bytes(&plan))?.bytes();
-            if let Some(budget_bytes) = budget_bytes {
-                let taken = inner.pinned_bytes();
-                if taken + bytes > budget_bytes {
-                    return Err(Error::Device(DeviceError::OutOfPinnedBudget {
-                        requested_bytes: bytes,
-                        available_bytes: budget_bytes.saturating_sub(taken),
-                        budget_bytes,
-                    }));
-                }
+            let PlanOptions { slots, slot_bytes, .. } = self.options;
+            // What lies on the host is updated in place, and needs no slot.
+            let slots = if on_host.iter().all(|&on_host| on_host) { 0 } else { slots };
+            let mut bytes = SlabLayout::new(&HostState::part_bytes(&plan))?.bytes();
+            if inner.host.is_some() {
+                let pinned = inner.hybrid.as_ref().map_or(0, |hybrid| hybrid.lane().pinned_bytes());
+                bytes += HostLane::bytes_to_pin(slots, slot_bytes)?.saturating_sub(pinned);
             }
+            check_budget(bytes, inner.pinned_bytes(), budget_bytes)?;
             let pipeline = inner.pipeline.clone();
-            if pipeline.is_none() && inner.hybrid.is_none() {
+            if pipeline.is_none() && inner.host.is_none() {
                 return Err(Error::Device(DeviceError::ZeroSize { what: "the ring" }));
             }
             made_once(&mut inner.powers, || Powers::new(&self.pool))?;
             let state = HostState::new(&self.pool, Arc::new(plan))?;
+            let Inner { host, hybrid, .. } = &mut *inner;
+            if let Some((share, options)) = host {
+                let hybrid = made_once(hybrid, || Hybrid::new(&self.pool, *share, options, 0, slot_bytes))?;
+                hybrid.open_ring(&self.pool, slots)?;
+            }
             inner.stores.push(PlacedAdamW::new(state, pipeline));
             Ok(inner.stores.len() - 1)
         })
@@ -281,7 +286,7 @@ impl Engine {
             let mut guarded = self.open_inner()?;
             let compute = self.compute(&mut guarded, stream)?;
             let keeper: Keeper = Arc::new(());
-            let Inner { pipeline, stores, powers, finished, hybrid, landing, .. } = &mut *guarded;
+            let Inner { pipeline, stores, powers, finished, hybrid, landing, torn, .. } = &mut *guarded;
             let Some(powers) = powers else { return Ok(()) };
             // Whatever happens, no later step may take them for its own.
             let landed = landing.take();
@@ -306,6 +311,7 @@ impl Engine {
             }
             // A save under way gives way until this returns.
             let _stepping: Vec<_> = stores.iter().filter_map(|store| store.state().stepping()).collect();
+            *torn = true;
             pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.begin())?;
             let outcome = match hybrid {
                 Some(hybrid) => hybrid.run(stores, &bound, &landed, &inputs, &compute),
@@ -323,7 +329,9 @@ impl Engine {
                 Ok(())
             };
             outcome.and(ended)?;
-            stores.iter().zip(&counters).try_for_each(|(store, steps)| store.state().set_steps(steps))
+            stores.iter().zip(&counters).try_for_each(|(store, steps)| store.state().set_steps(steps))?;
+            *torn = false;
+            Ok(())
         })
     }
 
@@ -343,7 +351,7 @@ impl Engine {
             let mut guarded = self.open_inner()?;
             let compute = self.compute(&mut guarded, stream)?;
             let keeper: Keeper = Arc::new(());
-            let Inner { powers, finished, .. } = &mut *guarded;
+            let Inner { powers, finished, torn, .. } = &mut *guarded;
             let powers = made_once(powers, || Powers::new(&self.pool))?;
             let mut sets = Sets::default();
             let (params, grads, group) = &tensors;
@@ -358,11 +366,14 @@ impl Engine {
                     torch::region(&self.device, addr, param.elements * width, Place::Device, &keeper)
                 };
                 let optional = |addr: u64| (addr != 0).then(|| region(addr, 4)).transpose();
+                let (param, param_dtype) = (region(param.addr, param.dtype.bytes())?, param.dtype);
+                let (grad, grad_dtype) = (region(grad.addr, grad.dtype.bytes())?, grad.dtype);
+                check_memory(|| format!("tensor {i} of this step"), (&param, param_dtype), (&grad, grad_dtype))?;
                 segments.push(AdamWSegment {
-                    param: region(param.addr, param.dtype.bytes())?,
-                    param_dtype: param.dtype,
-                    grad: region(grad.addr, grad.dtype.bytes())?,
-                    grad_dtype: grad.dtype,
+                    param,
+                    param_dtype,
+                    grad,
+                    grad_dtype,
                     exp_avg: region(state[i][0], 4)?,
                     exp_avg_sq: region(state[i][1], 4)?,
                     max_exp_avg_sq: optional(state[i][2])?,
@@ -373,9 +384,17 @@ impl Engine {
             let grad_scale = self.flag(grad_scale, &keeper)?;
             let step = AdamW { segments: &segments, scalars: &sets.scalars, grad_scale, skip: None };
             let launched = self.device.launch(&compute, &Kernel::AdamW(step));
+            // Operands are refused before any of them is touched.
+            *torn = !matches!(launched, Ok(()) | Err(DeviceError::BadOperands { .. }));
             let ended = if self.is_cpu() { self.finish(finished, &compute) } else { Ok(()) };
+            *torn |= ended.is_err();
             launched.map_err(Error::from).and(ended)
         })
+    }
+
+    /// Whether the last step broke off when some of it was done already. Says so once.
+    fn take_torn(&self) -> bool {
+        std::mem::take(&mut self.lock().torn)
     }
 
     /// Block until a tensor's stores have ended; others go on.

@@ -21,6 +21,7 @@ use crate::ledger::{Entry, Ledger};
 use crate::memory::{ALIGN_BYTES, Buffer, DeviceId, Place, Region, Slab, SlabLayout};
 use crate::pinned::{HostMapping, HostMemory, PinStats};
 use crate::stream::{Event, EventKind, Stream, StreamKind};
+use crate::thread::Cores;
 use adamw::Unit;
 use link::{Link, Way};
 use worker::{CpuEvent, CpuStream, Work};
@@ -107,9 +108,9 @@ fn foreign(operation: &'static str, what: &dyn std::fmt::Debug) -> Error {
     Error::BadOperands { operation, reason: format!("{what:?} belongs to another device") }
 }
 
-/// Threads worth using: those of the affinity mask and the control group.
+/// Threads worth using.
 pub(crate) fn threads() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from)
+    Cores::here().count()
 }
 
 /// Device memory of this backend; given back when dropped.

@@ -12,6 +12,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use crate::error::{Error, Result};
+use crate::thread::Cores;
 
 /// Work for a stream. It owns what it touches.
 pub(crate) type Work = Box<dyn FnOnce() -> Result<()> + Send>;
@@ -93,6 +94,7 @@ impl CpuEvent {
 /// A queue and the thread that works it off.
 pub(crate) struct CpuStream {
     queue: Arc<Queue>,
+    pid: u32,
 }
 
 struct Queue {
@@ -112,15 +114,8 @@ impl CpuStream {
     pub(crate) fn start(name: &str) -> Result<Self> {
         let queue = Arc::new(Queue { name: name.to_owned(), state: Mutex::default(), changed: Condvar::new() });
         let worker = queue.clone();
-        std::thread::Builder::new().name(format!("forebay-{name}")).spawn(move || worker.work()).map_err(|error| {
-            Error::Os {
-                call: "thread spawn",
-                bytes: 0,
-                errno: error.raw_os_error().unwrap_or(0),
-                text: error.to_string(),
-            }
-        })?;
-        Ok(Self { queue })
+        Cores::here().spawn(&format!("forebay-{name}"), move || worker.work())?;
+        Ok(Self { queue, pid: std::process::id() })
     }
 
     pub(crate) fn run(&self, work: Work) -> Result<()> {
@@ -141,6 +136,10 @@ impl CpuStream {
 
 impl Drop for CpuStream {
     fn drop(&mut self) {
+        // A forked child has no such worker, and the lock may be held by one of the parent's for ever.
+        if self.pid != std::process::id() {
+            return;
+        }
         // The worker finishes what was accepted and then ends; nobody waits for it here, since the last handle may go
         // on the worker's own thread.
         lock(&self.queue.state).closed = true;

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use forebay_device::{Error as DeviceError, Event, Region, SharedDevice, Stream};
+use forebay_device::{Cores, Event, Region, SharedDevice, Stream};
 
 use super::marks::{Mark, Marks};
 use super::queue::{Cancelled, Queue, Ticket};
@@ -65,21 +65,13 @@ impl Lane {
             jobs: 0,
         };
         let jobs = queue.clone();
-        std::thread::Builder::new()
-            .name(format!("forebay-{name}"))
-            .spawn(move || {
-                while let Some((ticket, job)) = jobs.next() {
-                    let outcome = worker.run(&job, &jobs);
-                    drop(job);
-                    jobs.finish(ticket, outcome);
-                }
-            })
-            .map_err(|error| DeviceError::Os {
-                call: "thread spawn",
-                bytes: 0,
-                errno: error.raw_os_error().unwrap_or(0),
-                text: error.to_string(),
-            })?;
+        Cores::here().spawn(&format!("forebay-{name}"), move || {
+            while let Some((ticket, job)) = jobs.next() {
+                let outcome = worker.run(&job, &jobs);
+                drop(job);
+                jobs.finish(ticket, outcome);
+            }
+        })?;
         Ok(Self { queue, seen })
     }
 

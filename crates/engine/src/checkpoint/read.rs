@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Mutex, PoisonError};
 
-use forebay_device::{Region, file};
+use forebay_device::{Cores, Region, file};
 
 use super::boxes::{Extent, runs};
 use super::manifest::Manifest;
@@ -182,9 +182,10 @@ impl Checkpoint {
                 };
             }
         };
+        let cores = Cores::here();
         std::thread::scope(|scope| {
             for _ in 1..threads.min(blocks.len()) {
-                let _ = std::thread::Builder::new().name("forebay-checkpoint".to_owned()).spawn_scoped(scope, work);
+                let _ = cores.spawn_scoped(scope, "forebay-checkpoint", work);
             }
             work();
         });

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use forebay_device::{Buffer, Event, Region, SharedDevice, SlabLayout, Stream, file};
+use forebay_device::{Buffer, Cores, Event, Region, SharedDevice, SlabLayout, Stream, file};
 use serde_json::{Map, json};
 
 use super::folder::sync_folder;
@@ -140,9 +140,10 @@ pub fn write_files(
         }
         Ok(())
     };
+    let cores = Cores::here();
     std::thread::scope(|scope| {
         let spawn = |_| {
-            std::thread::Builder::new().name("forebay-checkpoint".to_owned()).spawn_scoped(scope, || {
+            cores.spawn_scoped(scope, "forebay-checkpoint", || {
                 if let Err(error) = work() {
                     failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
                 }

@@ -14,7 +14,7 @@ use std::sync::mpsc;
 use std::sync::{Arc, PoisonError};
 use std::thread::JoinHandle;
 
-use forebay_device::{Buffer, Error as DeviceError, Event, Kernel, Region, SharedDevice, Stream};
+use forebay_device::{Buffer, Cores, Event, Kernel, Region, SharedDevice, Stream};
 
 use super::layout::EXTENT_ALIGN_BYTES;
 use super::moves::{Move, Part};
@@ -119,17 +119,7 @@ impl Transfer {
         }
         let (queue, batches) = mpsc::channel();
         let worker = shared.clone();
-        let spawned = std::thread::Builder::new().name("forebay-sleeper".to_owned()).spawn(move || {
-            worker.work(&batches);
-        });
-        let thread = spawned.map_err(|error| {
-            Error::Device(DeviceError::Os {
-                call: "thread spawn",
-                bytes: 0,
-                errno: error.raw_os_error().unwrap_or(0),
-                text: error.to_string(),
-            })
-        })?;
+        let thread = Cores::here().spawn("forebay-sleeper", move || worker.work(&batches))?;
         Ok(Self { shared, queue: Mutex::new(Some(queue)), thread: Mutex::new(Some(thread)), _turn: turn })
     }
 

@@ -30,8 +30,8 @@ use std::time::Instant;
 
 use forebay_device::arith::AdamWScalars;
 use forebay_device::{
-    ALIGN_BYTES, AdamWSegment, Event, HostOptions, HostThreads, HostUpdate, HostWork, Region, SharedDevice, Slab,
-    Stream,
+    ALIGN_BYTES, AdamWSegment, Error as DeviceError, Event, HostOptions, HostThreads, HostUpdate, HostWork, Region,
+    SharedDevice, Slab, SlabLayout, Stream,
 };
 use serde::Serialize;
 
@@ -48,7 +48,9 @@ use crate::sync::{Mutex, lock};
 /// slot has to be left for that: whoever held them all would wait for ever.
 fn depths(slots: usize) -> (usize, usize) {
     match slots {
-        0..=2 => (0, 1),
+        // Nothing comes down, and no slot is asked for.
+        0 => (0, 2),
+        1..=2 => (0, 1),
         3 => (1, 1),
         4..=5 => (1, 2),
         6..=7 => (2, 2),
@@ -72,6 +74,13 @@ struct Ways<'a> {
 
 /// Weights and gradients start at multiples of this in a slot: a line of the cache.
 const SLOT_ALIGN_BYTES: u64 = 64;
+
+/// An f32 each for scale and skip.
+const FLAG_BYTES: [u64; 2] = [4; 2];
+
+fn ring_parts(slots: usize, slot_bytes: u64) -> Vec<u64> {
+    vec![slot_bytes.next_multiple_of(ALIGN_BYTES); 2 * slots]
+}
 
 /// One state with its tensors at one step.
 #[derive(Debug, Clone, Copy)]
@@ -121,10 +130,12 @@ pub struct HostLane {
     ready: Event,
     ended: Event,
     /// Scale and skip of the step, brought down.
-    flags: [Region; 2],
+    flags: Lease<Slab>,
     flags_landed: Event,
     stats: Mutex<HostStats>,
-    slab: Lease<Slab>,
+    slot_bytes: u64,
+    /// The slots' memory; nothing where all parameters lie on the host.
+    slab: Option<Lease<Slab>>,
 }
 
 /// A slot of the lane, given back when dropped, with the event that ends what was accepted of its work.
@@ -184,32 +195,48 @@ struct Passage<'a> {
 }
 
 impl HostLane {
-    /// Starts the threads and pins the ring: twice as many slots as there are in a plan, of its size. A slot spends most
-    /// of its time waiting, first for its turn on the way down and then on the way up.
+    /// Starts the threads and pins the ring; no slots are enough where all parameters lie on the host.
     pub fn new(pool: &Pool, options: &HostOptions, slots: usize, slot_bytes: u64) -> Result<Self> {
-        let (device, slots) = (pool.device().clone(), 2 * slots);
-        let mut parts = vec![slot_bytes.next_multiple_of(ALIGN_BYTES); slots];
-        parts.push(2 * ALIGN_BYTES);
-        let threads = HostThreads::new(options)?;
-        let slab = pool.slab("host ring", &parts)?;
-        let records = (0..slots)
-            .map(|i| Ok(LaneSlot { region: slab.part(i)?, landed: device.event()?, sent: device.event()? }))
-            .collect::<Result<Vec<_>>>()?;
-        let words = slab.part(slots)?;
-        Ok(Self {
-            threads,
-            ring: Ring::new(0..slots),
-            slots: records,
+        let device = pool.device().clone();
+        let mut lane = Self {
+            threads: HostThreads::new(options)?,
+            ring: Ring::new(0..0),
+            slots: Vec::new(),
             down: device.stream("down")?,
             up: device.stream("up")?,
             ready: device.event()?,
             ended: device.event()?,
-            flags: [words.slice(0, 4)?, words.slice(ALIGN_BYTES, 4)?],
+            flags: pool.slab("host flags", &FLAG_BYTES)?,
             flags_landed: device.event()?,
             stats: Mutex::default(),
-            slab,
+            slot_bytes,
+            slab: None,
             device,
-        })
+        };
+        lane.open_ring(pool, slots)?;
+        Ok(lane)
+    }
+
+    /// Pins the ring where there is none yet: twice as many slots as there are in a plan, of its size. A slot spends most
+    /// of its time waiting, first for its turn on the way down and then on the way up.
+    pub fn open_ring(&mut self, pool: &Pool, slots: usize) -> Result<()> {
+        if slots == 0 || self.slab.is_some() {
+            return Ok(());
+        }
+        let slab = pool.slab("host ring", &ring_parts(slots, self.slot_bytes))?;
+        let slot = |i| -> Result<LaneSlot> {
+            Ok(LaneSlot { region: slab.part(i)?, landed: self.device.event()?, sent: self.device.event()? })
+        };
+        self.slots = (0..2 * slots).map(slot).collect::<Result<_>>()?;
+        self.ring = Ring::new(0..2 * slots);
+        self.slab = Some(slab);
+        Ok(())
+    }
+
+    /// Bytes that a lane with so many slots pins.
+    pub fn bytes_to_pin(slots: usize, slot_bytes: u64) -> Result<u64> {
+        let ring = if slots == 0 { 0 } else { SlabLayout::new(&ring_parts(slots, slot_bytes))?.bytes() };
+        Ok(SlabLayout::new(&FLAG_BYTES)?.bytes() + ring)
     }
 
     /// The threads.
@@ -217,9 +244,9 @@ impl HostLane {
         &self.threads
     }
 
-    /// Pinned bytes of the ring.
+    /// Pinned bytes, nearly all of them the ring's.
     pub fn pinned_bytes(&self) -> u64 {
-        self.slab.bytes()
+        self.flags.bytes() + self.slab.as_ref().map_or(0, |slab| slab.bytes())
     }
 
     /// Slots that nobody owns; all of them between steps.
@@ -271,9 +298,9 @@ impl HostLane {
         self.device.record(&self.ready, compute)?;
         self.device.wait(&self.down, &self.ready)?;
         self.device.wait(self.ways(pipeline).down, &self.ready)?;
-        for (flag, home) in [&inputs.grad_scale, &inputs.skip].into_iter().zip(&self.flags) {
+        for (i, flag) in [&inputs.grad_scale, &inputs.skip].into_iter().enumerate() {
             if let Some(flag) = flag {
-                self.device.copy(&self.down, flag, home)?;
+                self.device.copy(&self.down, flag, &self.flags.part(i)?)?;
             }
         }
         // Also without flags: gradients that came down earlier are there when this is reached.
@@ -318,14 +345,13 @@ impl HostLane {
     /// Scale and skip of the step, once they have come down.
     fn read_flags(&self, inputs: &StepInputs<'_>) -> Result<Flags> {
         self.wait_for_landing()?;
-        let flag = |given: &Option<Region>, home: &Region| -> Result<Option<f32>> {
+        let flag = |given: &Option<Region>, i: usize| -> Result<Option<f32>> {
             Ok(match given {
-                Some(_) => super::read_f32(&self.device, home)?.first().copied(),
+                Some(_) => super::read_f32(&self.device, &self.flags.part(i)?)?.first().copied(),
                 None => None,
             })
         };
-        let [scale, skip] = &self.flags;
-        let (scale, skip) = (flag(&inputs.grad_scale, scale)?, flag(&inputs.skip, skip)?);
+        let (scale, skip) = (flag(&inputs.grad_scale, 0)?, flag(&inputs.skip, 1)?);
         Ok(Flags { grad_scale: scale.unwrap_or(1.0), skip: skip.is_some_and(|skip| skip != 0.0) })
     }
 }
@@ -374,7 +400,7 @@ impl Drop for Step<'_> {
 impl<'a> Step<'a> {
     fn drive(mut self, parts: &[Part<'a>], claims: &Claims) -> Result<HostStats> {
         let (landing, updating) = depths(self.lane.slots.len());
-        let capacity = self.lane.slots.first().map_or(0, |slot| slot.region.bytes());
+        let capacity = self.lane.slot_bytes;
         let fits = |part: usize, chunks: &[usize]| {
             let plan = parts[part].state.plan();
             let (all, bucket) = (plan.chunks(), plan.chunks()[chunks[0]].bucket);
@@ -451,6 +477,9 @@ impl<'a> Step<'a> {
         let runs = runs(part, chunks);
         if chunks.first().is_some_and(|chunk| part.state.plan().buckets()[chunk.bucket].on_host) {
             return Ok(Passage { part, chunks, runs, held: None });
+        }
+        if self.lane.slots.is_empty() {
+            return Err(Error::Device(DeviceError::ZeroSize { what: "the host's ring" }));
         }
         let since = Instant::now();
         let (index, _) = self.lane.ring.acquire()?;

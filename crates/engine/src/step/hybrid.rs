@@ -156,15 +156,17 @@ impl Claims {
     /// The part of the bytes that the host took.
     fn host_fraction(&self) -> f64 {
         let back = lock(&self.ends).back;
-        let bytes = |chunks: &[(usize, usize, u64)]| chunks.iter().map(|chunk| chunk.2).sum::<u64>();
         bytes(&self.order[back..]) as f64 / bytes(&self.order).max(1) as f64
     }
 }
 
+fn bytes(chunks: &[(usize, usize, u64)]) -> u64 {
+    chunks.iter().map(|chunk| chunk.2).sum()
+}
+
 /// The first chunk of the host's, so that its bytes come nearest to the fraction.
 fn meeting_point(order: &[(usize, usize, u64)], fraction: f64) -> usize {
-    let total: u64 = order.iter().map(|chunk| chunk.2).sum();
-    let (wanted, mut taken) = (total as f64 * fraction, 0.0);
+    let (wanted, mut taken) = (bytes(order) as f64 * fraction, 0.0);
     for (at, chunk) in order.iter().enumerate().rev() {
         let bytes = chunk.2 as f64;
         if taken + bytes / 2.0 > wanted {
@@ -201,9 +203,37 @@ impl Tried {
 struct Measured {
     tried: Vec<Tried>,
     settled: Option<f64>,
+    /// Whether the step under way is a trial.
+    trying: bool,
+    /// Bytes of the step with which trials began.
+    bytes: u64,
     last: f64,
     /// When the device's end of the last step was done.
     device_ns: u64,
+}
+
+impl Measured {
+    /// Begins a step of so many bytes, and says whether it is a trial. A much larger one than those before makes what
+    /// was found worthless: a head that is trained alone says nothing about the body. A much smaller one says as little,
+    /// and is not counted.
+    fn begin(&mut self, bytes: u64) {
+        if bytes > 2 * self.bytes {
+            (self.tried, self.settled, self.bytes) = (Vec::new(), None, bytes);
+        }
+        self.trying = self.settled.is_none() && bytes > 0 && 2 * bytes >= self.bytes;
+    }
+
+    /// Ends a step.
+    fn end(&mut self, tried: Tried) {
+        self.last = tried.fraction;
+        if !self.trying {
+            return;
+        }
+        self.tried.push(tried);
+        if self.tried.len() == TRIALS.len() {
+            self.settled = Some(choose(&self.tried));
+        }
+    }
 }
 
 /// The fastest trial with one end alone, or with both. The very first does not count.
@@ -228,7 +258,7 @@ pub struct Hybrid {
 }
 
 impl Hybrid {
-    /// Starts the host's threads and pins its ring.
+    /// Starts the host's threads and pins its ring; see [`HostLane::new`].
     pub fn new(pool: &Pool, share: HostShare, options: &HostOptions, slots: usize, slot_bytes: u64) -> Result<Self> {
         if let HostShare::Fixed(fraction) = share
             && !(0.0..=1.0).contains(&fraction)
@@ -246,6 +276,11 @@ impl Hybrid {
     /// The host's threads, ring and statistics.
     pub fn lane(&self) -> &HostLane {
         &self.lane
+    }
+
+    /// Pins the host's ring where there is none yet, between steps.
+    pub fn open_ring(&mut self, pool: &Pool, slots: usize) -> Result<()> {
+        self.lane.open_ring(pool, slots)
     }
 
     /// The part of the bytes that the host updated in the last step.
@@ -292,8 +327,12 @@ impl Hybrid {
             let bytes = plan.chunks().iter().map(|chunk| payload_bytes(plan, chunk, part.tensors));
             bytes.enumerate().filter(|&(_, bytes)| bytes > 0).map(move |(chunk, bytes)| (i, chunk, bytes))
         });
+        let order: Vec<_> = order.collect();
         let in_place = stores.iter().all(|store| store.plan().buckets().iter().all(|bucket| bucket.on_host));
-        let claims = Claims::new(order.collect(), self.next_share(stores), in_place);
+        if self.share == HostShare::Auto {
+            lock(&self.measured).begin(bytes(&order));
+        }
+        let claims = Claims::new(order, self.next_share(stores), in_place);
         let pipeline = stores.iter().find_map(|store| store.streamed()).map(|streamed| streamed.pipeline());
         let start = Instant::now();
         // The host alone is just that, on streams of its own; but it reads what earlier steps have stored.
@@ -306,7 +345,10 @@ impl Hybrid {
         let outcome = self.run_both(stores, &parts, &claims, inputs, compute, pipeline);
         // Also after a failure: weights may be on their way up.
         outcome.and(self.lane.end(compute, pipeline))?;
-        self.note(claims.host_fraction(), start.elapsed().as_secs_f64());
+        let (fraction, seconds) = (claims.host_fraction(), start.elapsed().as_secs_f64());
+        let mut measured = lock(&self.measured);
+        let (host_s, device_s) = (self.lane.stats().run_ns as f64 / 1e9, measured.device_ns as f64 / 1e9);
+        measured.end(Tried { fraction, seconds, host_s, device_s });
         Ok(())
     }
 
@@ -318,30 +360,12 @@ impl Hybrid {
             return HostShare::Fixed(fraction);
         }
         let measured = lock(&self.measured);
-        match TRIALS.get(measured.tried.len()) {
+        match TRIALS.get(measured.tried.len()).filter(|_| measured.trying) {
             Some(Trial::Stream) => HostShare::Fixed(0.0),
             Some(Trial::Host) => HostShare::Fixed(1.0),
             Some(Trial::Better) => HostShare::Fixed(fastest(&measured.tried, true).fraction),
             Some(Trial::Balance) => HostShare::Fixed(measured.tried.last().map_or(0.0, Tried::balanced)),
             _ => HostShare::Auto,
-        }
-    }
-
-    /// Whether this step is a trial.
-    fn tries(&self) -> bool {
-        self.share == HostShare::Auto && lock(&self.measured).settled.is_none()
-    }
-
-    fn note(&self, fraction: f64, seconds: f64) {
-        let mut measured = lock(&self.measured);
-        measured.last = fraction;
-        if self.share != HostShare::Auto || measured.settled.is_some() {
-            return;
-        }
-        let (host_s, device_s) = (self.lane.stats().run_ns as f64 / 1e9, measured.device_ns as f64 / 1e9);
-        measured.tried.push(Tried { fraction, seconds, host_s, device_s });
-        if measured.tried.len() == TRIALS.len() {
-            measured.settled = Some(choose(&measured.tried));
         }
     }
 
@@ -362,8 +386,7 @@ impl Hybrid {
         };
         let host = |first| closing(self.lane.run(parts, claims, inputs, pipeline, first));
         let Some(pipeline) = pipeline else { return host(None) };
-        // A trial's time includes the last stores, for which a step does not wait otherwise.
-        let tries = self.tries();
+        let tries = lock(&self.measured).trying;
         let device = |begun: Option<Receiver<()>>| -> Result<()> {
             let _entered = pipeline.device().enter()?;
             let start = Instant::now();
@@ -374,6 +397,7 @@ impl Hybrid {
                     streamed.run_chunk(chunk, parts[part].tensors, inputs, compute)?;
                 }
             }
+            // A trial's time includes the last stores, for which a step does not wait otherwise.
             if tries {
                 pipeline.drain()?;
             }
@@ -387,16 +411,8 @@ impl Hybrid {
         // full of stores they would keep the host's threads idle.
         let (first, begun) = std::sync::mpsc::channel();
         std::thread::scope(|scope| {
-            let driver =
-                std::thread::Builder::new().name("forebay-host".to_owned()).spawn_scoped(scope, || host(Some(first)));
-            let driver = driver.map_err(|error| {
-                Error::Device(forebay_device::Error::Os {
-                    call: "thread spawn",
-                    bytes: 0,
-                    errno: error.raw_os_error().unwrap_or(0),
-                    text: error.to_string(),
-                })
-            })?;
+            let cores = self.lane.threads().cores();
+            let driver = cores.spawn_scoped(scope, "forebay-host", || host(Some(first)))?;
             let device = closing(device(Some(begun)));
             let host = driver.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             device.and(host)
@@ -473,6 +489,26 @@ mod tests {
         let again = tried(&[(0.9, 1.0), (0.0, 8.0), (1.0, 9.0), (0.3, 7.0), (0.4, 6.0), (0.0, 5.0)]);
         assert_eq!(choose(&again), 0.0, "the second look at the better one counts");
         assert_eq!(fastest(&again[..3], true).fraction, 0.0);
+    }
+
+    #[test]
+    fn steps_that_update_little_are_not_what_auto_goes_by() {
+        let mut measured = Measured::default();
+        let mut step = |bytes: u64, fraction: f64| {
+            measured.begin(bytes);
+            measured.end(Tried { fraction, seconds: 1.0, ..Tried::default() });
+            (measured.trying, measured.settled)
+        };
+        assert_eq!(step(0, 0.0), (false, None), "nothing at all");
+        assert!((0..6).all(|_| step(40, 1.0).0), "a head alone");
+        assert_eq!(step(40, 0.0), (false, Some(1.0)));
+        assert_eq!(step(80, 0.0), (false, Some(1.0)), "twice as much is still the same");
+        assert_eq!(step(1000, 0.0), (true, None), "the body with it is not");
+        assert_eq!(step(499, 0.0), (false, None), "nor is the head alone one of its trials");
+        assert!((0..4).all(|_| step(500, 0.0) == (true, None)));
+        assert_eq!(step(1000, 0.0), (true, Some(0.0)));
+        assert_eq!(step(40, 1.0), (false, Some(0.0)), "what was found stays");
+        assert_eq!(step(1000, 1.0), (false, Some(0.0)));
     }
 
     #[test]

@@ -276,6 +276,25 @@ fn check(plan: &StepPlan, tensors: &[Binding], inputs: &StepInputs<'_>) -> Resul
         {
             return mismatch(format!("a gradient of {} elements for {}", grad.bytes() / dtype.bytes(), spec.elements));
         }
+        if let Some((grad, dtype)) = &binding.grad {
+            check_memory(|| spec.name.clone(), (&binding.param, binding.param_dtype), (grad, *dtype))?;
+        }
+    }
+    Ok(())
+}
+
+/// Refuses a parameter and its gradient that no kernel can work on where they lie: the first chunk in which that showed
+/// would find others updated already.
+pub fn check_memory(name: impl Fn() -> String, param: (&Region, Dtype), grad: (&Region, Dtype)) -> Result<()> {
+    let mismatch = |reason: String| Err(Error::PlanMismatch { tensor: name(), reason });
+    for (what, (region, dtype)) in [("it", param), ("its gradient", grad)] {
+        if !(region.addr() as u64).is_multiple_of(dtype.bytes()) {
+            let (addr, width) = (region.addr(), dtype.bytes());
+            return mismatch(format!("{what} begins at {addr:#x}, inside an element of {width} bytes; clone it"));
+        }
+    }
+    if param.0.overlaps(grad.0) {
+        return mismatch("it shares memory with its gradient; clone the gradient".to_owned());
     }
     Ok(())
 }

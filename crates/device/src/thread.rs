@@ -1,0 +1,274 @@
+//! Threads of forebay's own: on the cores of the process and with IEEE arithmetic, whoever starts them.
+//!
+//! A thread inherits its cores and how it rounds from the one that starts it, and that one is the user's.
+//! `torch.set_flush_denormal(True)` makes it lose small numbers; an update would then depend on when its threads were
+//! started, and differ from the GPU's. And OpenMP may have bound it to a single core.
+//!
+//! [Note: bound by OpenMP] With `OMP_PROC_BIND`, `OMP_PLACES` or the like in the environment, OpenMP's library binds the
+//! thread that loads it to the first of its places, and its own threads to the others. The places were cut out of what
+//! the process was given when it was started, and the library tells them. So where the calling thread's cores lie within
+//! one place, all places are taken. Cores that were chosen in any other way (`taskset`, a launcher, a call) are kept to.
+
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
+use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
+
+use crate::error::{Error, Result};
+
+/// Cores on which threads are started.
+#[derive(Debug, Clone, Copy)]
+pub struct Cores {
+    /// Nothing where the system did not say: threads then run where their starter does.
+    set: Option<libc::cpu_set_t>,
+}
+
+impl Cores {
+    /// Those that are the process's, as far as the calling thread can tell.
+    pub fn here() -> Self {
+        let Some(own) = own_set() else { return Self { set: None } };
+        let places = openmp_places();
+        let bound = places.iter().any(|place| contains(place, &own));
+        Self { set: Some(if bound { places.iter().fold(own, |all, place| union(&all, place)) } else { own }) }
+    }
+
+    /// How many threads they can run at once: as many as they are, or fewer where the control group's quota says so.
+    pub fn count(&self) -> usize {
+        let count = || std::thread::available_parallelism().map_or(1, usize::from);
+        // The standard library counts for the thread that asks.
+        std::thread::scope(|scope| {
+            self.spawn_scoped(scope, "forebay-count", count).ok().and_then(|counted| counted.join().ok()).unwrap_or(1)
+        })
+    }
+
+    /// Starts a thread.
+    pub fn spawn(self, name: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
+        let begin = move || {
+            self.settle_in();
+            work();
+        };
+        Builder::new().name(name.to_owned()).spawn(begin).map_err(refused)
+    }
+
+    /// Starts a thread that ends with a scope.
+    pub fn spawn_scoped<'scope, T: Send + 'scope>(
+        self,
+        scope: &'scope Scope<'scope, '_>,
+        name: &str,
+        work: impl FnOnce() -> T + Send + 'scope,
+    ) -> Result<ScopedJoinHandle<'scope, T>> {
+        let begin = move || {
+            self.settle_in();
+            work()
+        };
+        Builder::new().name(name.to_owned()).spawn_scoped(scope, begin).map_err(refused)
+    }
+
+    /// Makes a fresh thread what a thread of forebay's is.
+    fn settle_in(&self) {
+        round_as_written();
+        if let Some(set) = &self.set {
+            // SAFETY: a complete set that lives through the call. Refused where those cores have gone meanwhile; the
+            // thread then runs where its starter does.
+            unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), set) };
+        }
+    }
+}
+
+fn refused(error: std::io::Error) -> Error {
+    Error::Os { call: "thread spawn", bytes: 0, errno: error.raw_os_error().unwrap_or(0), text: error.to_string() }
+}
+
+/// The calling thread's cores; nothing on a machine with more of them than a set can name.
+fn own_set() -> Option<libc::cpu_set_t> {
+    let mut set = empty();
+    // SAFETY: fills a set of the stated size.
+    let rc = unsafe { libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &mut set) };
+    (rc == 0).then_some(set)
+}
+
+fn empty() -> libc::cpu_set_t {
+    // SAFETY: a set is an array of bits.
+    unsafe { std::mem::zeroed() }
+}
+
+fn has(set: &libc::cpu_set_t, core: usize) -> bool {
+    // SAFETY: looks at one bit of a live set; refuses what is out of its range.
+    unsafe { libc::CPU_ISSET(core, set) }
+}
+
+fn contains(all: &libc::cpu_set_t, some: &libc::cpu_set_t) -> bool {
+    (0..libc::CPU_SETSIZE as usize).all(|core| has(all, core) || !has(some, core))
+}
+
+fn union(a: &libc::cpu_set_t, b: &libc::cpu_set_t) -> libc::cpu_set_t {
+    set_of((0..libc::CPU_SETSIZE as usize).filter(|&core| has(a, core) || has(b, core)))
+}
+
+fn set_of(cores: impl Iterator<Item = usize>) -> libc::cpu_set_t {
+    let mut set = empty();
+    for core in cores.filter(|&core| core < libc::CPU_SETSIZE as usize) {
+        // SAFETY: sets one bit of a live set, in its range.
+        unsafe { libc::CPU_SET(core, &mut set) };
+    }
+    set
+}
+
+/// The places of every OpenMP library in this process; none where it binds no threads.
+fn openmp_places() -> Vec<libc::cpu_set_t> {
+    openmp_libraries()
+        .iter()
+        .flat_map(|path| OpenMp::find(path).map_or_else(Vec::new, |found| found.places()))
+        .collect()
+}
+
+/// Paths of the OpenMP libraries that this process has loaded. There may be several: each wheel brings its own.
+fn openmp_libraries() -> Vec<CString> {
+    unsafe extern "C" fn visit(info: *mut libc::dl_phdr_info, _size: usize, found: *mut c_void) -> c_int {
+        // SAFETY: called from `dl_iterate_phdr` below, with a description of a library and the vector given there.
+        let (name, found) = unsafe { ((*info).dlpi_name, &mut *found.cast::<Vec<CString>>()) };
+        if !name.is_null() {
+            // SAFETY: the library's path, which ends with a zero.
+            let path = unsafe { CStr::from_ptr(name) };
+            let file = path.to_bytes().rsplit(|&byte| byte == b'/').next().unwrap_or_default();
+            if [&b"libgomp"[..], b"libiomp", b"libomp"].iter().any(|openmp| file.starts_with(openmp)) {
+                found.push(path.to_owned());
+            }
+        }
+        0
+    }
+    let mut found: Vec<CString> = Vec::new();
+    // SAFETY: the callback is called during this call only, with the vector, which nobody else uses meanwhile.
+    unsafe { libc::dl_iterate_phdr(Some(visit), (&raw mut found).cast()) };
+    found
+}
+
+/// A library's functions about places, from version 4.5 of OpenMP.
+struct OpenMp {
+    library: *mut c_void,
+    places: unsafe extern "C" fn() -> c_int,
+    cores: unsafe extern "C" fn(c_int) -> c_int,
+    core_ids: unsafe extern "C" fn(c_int, *mut c_int),
+}
+
+impl OpenMp {
+    /// A library that is loaded already.
+    fn find(path: &CStr) -> Option<Self> {
+        // SAFETY: loads nothing: gives a handle where the library is there.
+        let library = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
+        if library.is_null() {
+            return None;
+        }
+        let function = |name: *const c_char| {
+            // SAFETY: a live handle and a name that ends with a zero.
+            let found = unsafe { libc::dlsym(library, name) };
+            (!found.is_null()).then_some(found)
+        };
+        let found = [c"omp_get_num_places", c"omp_get_place_num_procs", c"omp_get_place_proc_ids"]
+            .map(|name| function(name.as_ptr()));
+        let [Some(places), Some(cores), Some(core_ids)] = found else {
+            // SAFETY: the handle from above, once.
+            unsafe { libc::dlclose(library) };
+            return None;
+        };
+        // SAFETY: functions of these names have these signatures, by OpenMP's standard.
+        unsafe {
+            Some(Self {
+                library,
+                places: std::mem::transmute::<*mut c_void, unsafe extern "C" fn() -> c_int>(places),
+                cores: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(c_int) -> c_int>(cores),
+                core_ids: std::mem::transmute::<*mut c_void, unsafe extern "C" fn(c_int, *mut c_int)>(core_ids),
+            })
+        }
+    }
+
+    fn places(&self) -> Vec<libc::cpu_set_t> {
+        // SAFETY: the library is held open; these read a list that it made when it was loaded.
+        let place = |at: c_int| unsafe {
+            let mut ids = vec![-1; usize::try_from((self.cores)(at)).unwrap_or(0)];
+            // Writes as many as it has just said.
+            (self.core_ids)(at, ids.as_mut_ptr());
+            set_of(ids.into_iter().filter_map(|id| usize::try_from(id).ok()))
+        };
+        // SAFETY: as above.
+        let count = unsafe { (self.places)() };
+        (0..count).map(place).collect()
+    }
+}
+
+impl Drop for OpenMp {
+    fn drop(&mut self) {
+        // SAFETY: the handle from `find`, once; whoever loaded the library keeps it.
+        unsafe { libc::dlclose(self.library) };
+    }
+}
+
+/// Small numbers are kept, and rounding is to nearest: what the arithmetic is written for, and what Rust takes for granted.
+fn round_as_written() {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let default = 0x1f80_u32;
+        // SAFETY: loads the register's value at the start of a program, all exceptions masked.
+        unsafe { std::arch::asm!("ldmxcsr [{}]", in(reg) &raw const default, options(nostack, readonly)) };
+    }
+    #[cfg(target_arch = "aarch64")]
+    // SAFETY: zero is the register's value at the start of a program.
+    unsafe {
+        std::arch::asm!("msr fpcr, {}", in(reg) 0_u64, options(nostack, nomem));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cores_of(set: &libc::cpu_set_t) -> Vec<usize> {
+        (0..libc::CPU_SETSIZE as usize).filter(|&core| has(set, core)).collect()
+    }
+
+    #[test]
+    fn threads_run_on_the_cores_that_were_chosen_and_no_others() {
+        let all = own_set().unwrap();
+        let one = set_of(cores_of(&all).into_iter().take(1));
+        let narrow = Cores { set: Some(one) };
+        assert_eq!(narrow.count(), 1);
+        let seen = std::thread::scope(|scope| {
+            let inner = || {
+                // Nothing has bound this thread in OpenMP's name, so it is kept to.
+                (cores_of(&own_set().unwrap()), Cores::here().count())
+            };
+            narrow.spawn_scoped(scope, "narrow", inner).unwrap().join().unwrap()
+        });
+        assert_eq!(seen, (cores_of(&one), 1));
+        assert_eq!(Cores::here().count(), std::thread::available_parallelism().unwrap().get());
+        assert_eq!(cores_of(&own_set().unwrap()), cores_of(&all), "the calling thread stays where it was");
+    }
+
+    #[test]
+    fn sets_are_compared_and_joined() {
+        let [a, b, both] = [&[1, 3][..], &[3, 700], &[1, 3, 700]].map(|cores| set_of(cores.iter().copied()));
+        assert_eq!(cores_of(&union(&a, &b)), cores_of(&both));
+        assert!(contains(&both, &a) && contains(&both, &b) && !contains(&a, &b) && contains(&a, &empty()));
+        assert_eq!(cores_of(&set_of([5, 99_999].into_iter())), [5], "what a set cannot name is left out");
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn threads_keep_small_numbers_whoever_starts_them() {
+        let half = |tiny: f32| std::hint::black_box(tiny) * std::hint::black_box(0.5);
+        let tiny = f32::MIN_POSITIVE;
+        let run = |flush: bool| {
+            let starter = move || {
+                let mode = if flush { 0x9fc0_u32 } else { 0x1f80 };
+                // SAFETY: flushes small numbers to zero on a thread that ends soon and computes nothing else.
+                unsafe { std::arch::asm!("ldmxcsr [{}]", in(reg) &raw const mode, options(nostack, readonly)) };
+                let cores = Cores { set: own_set() };
+                let ours = std::thread::scope(|scope| {
+                    cores.spawn_scoped(scope, "ours", || half(tiny)).unwrap().join().unwrap()
+                });
+                (half(tiny), ours)
+            };
+            std::thread::spawn(starter).join().unwrap()
+        };
+        assert_eq!(run(false), (tiny / 2.0, tiny / 2.0));
+        assert_eq!(run(true), (0.0, tiny / 2.0));
+    }
+}
