@@ -72,6 +72,14 @@ DTYPES = {
 _TYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
+def absolute(path: StrPath) -> Path:
+    """Return a path that means the same wherever the process goes; ``~`` is the home folder, as in a shell."""
+    text = os.fspath(path)
+    if text == "":
+        raise OptionError("invalid path: ''; name a folder")
+    return (Path(text).expanduser() if text == "~" or text.startswith("~/") else Path(text)).absolute()
+
+
 # What travels between the ranks while saving.
 
 
@@ -120,7 +128,7 @@ class Writer(StorageWriter):
             raise OptionError(f"invalid keep_last: {keep_last!r}; use 1 or more, or None to keep all")
         if threads is not None and (type(threads) is not int or threads < 1):
             raise OptionError(f"invalid threads: {threads!r}; use 1 or more")
-        self.path = Path(path)
+        self.path = absolute(path)
         self.keep_last = keep_last
         self.threads = threads
         self.progress = progress
@@ -135,7 +143,7 @@ class Writer(StorageWriter):
         """Begin anew, at another path if one is given."""
         self.abandon()
         if checkpoint_id is not None:
-            self.path = Path(checkpoint_id)
+            self.path = absolute(checkpoint_id)
 
     def abandon(self) -> None:
         """Give up a save that did not finish; the next one removes what it wrote."""
@@ -351,7 +359,7 @@ class Reader(StorageReader):
         super().__init__()
         if threads is not None and (type(threads) is not int or threads < 1):
             raise OptionError(f"invalid threads: {threads!r}; use 1 or more")
-        self.path = Path(path)
+        self.path = absolute(path)
         self.threads = threads
         self.progress = progress
         self._checkpoint: _core.Checkpoint | None = None
@@ -367,7 +375,7 @@ class Reader(StorageReader):
         self._refused = None
         self._has_read = False
         if checkpoint_id is not None:
-            self.path = Path(checkpoint_id)
+            self.path = absolute(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Open the checkpoint, check its structure, and say what is in it."""
