@@ -329,7 +329,9 @@ def load(
     missing: list[str] = []
     extra: dict[str, Any] | None = None
     try:
-        missing = _compare(reader.path, wanted, reader.read_metadata(), strict)
+        metadata = reader.read_metadata()
+        missing = _compare(reader.path, wanted, metadata, strict)
+        _add_options(state, metadata)
         # First, so that nothing is changed where it cannot be read.
         extra = _extra(reader)
     except Error as error:
@@ -350,7 +352,8 @@ def load(
         for name in missing:
             # State that the checkpoint does not have starts anew; a master follows its weight below.
             value = wanted[name]
-            if name.startswith("optimizer.") and not name.endswith(".master_param") and isinstance(value, torch.Tensor):
+            is_master = name.endswith(".master_param")
+            if name.startswith("optimizer.state.") and not is_master and isinstance(value, torch.Tensor):
                 local(value).zero_()
     options = StateDictOptions(strict=strict)
     if model is not None:
@@ -416,7 +419,9 @@ def _compare(path: Path, wanted: Mapping[str, Any], metadata: Metadata, strict: 
         lacking = [
             name
             for name in missing
-            if not name.endswith(".master_param") and name.rsplit(".", 1)[0] not in without_state
+            if not name.endswith(".master_param")
+            and name.rsplit(".", 1)[0] not in without_state
+            and not _is_option(name)
         ]
         foreign = [
             name
@@ -424,6 +429,7 @@ def _compare(path: Path, wanted: Mapping[str, Any], metadata: Metadata, strict: 
             if name not in wanted
             and name.split(".", 1)[0] in ("model", "optimizer")
             and not name.endswith(".master_param")
+            and not _is_option(name)
             and not (name.startswith("optimizer.") and not any(key.startswith("optimizer.") for key in wanted))
         ]
         if lacking or foreign:
@@ -433,6 +439,23 @@ def _compare(path: Path, wanted: Mapping[str, Any], metadata: Metadata, strict: 
                 "strict=False loads what fits"
             )
     return missing
+
+
+def _is_option(name: str) -> bool:
+    """Whether something is an option of a group: schedulers and versions of torch add some, and each has a default."""
+    return name.startswith("optimizer.param_groups.") and not name.endswith(".params")
+
+
+def _add_options(state: dict[str, Any], metadata: Metadata) -> None:
+    """Make places for options of groups that only the checkpoint has; torch's own optimizers take them as well."""
+    groups = state.get("optimizer", {}).get("param_groups", [])
+    for name, stored in metadata.state_dict_metadata.items():
+        match metadata.planner_data.get(name):
+            case ("optimizer", "param_groups", int(number), option) if number < len(groups):
+                place: torch.Tensor | None = None
+                if isinstance(stored, TensorStorageMetadata):
+                    place = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
+                groups[number].setdefault(option, place)
 
 
 def _listed(what: str, names: list[str]) -> str:
