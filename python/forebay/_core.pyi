@@ -4,9 +4,10 @@ The compiled part of forebay.
 
 from _typeshed import Incomplete, SupportsGetItem, SupportsLenAndGetItem
 from os import PathLike
+from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["CHECKPOINT_BLOCK_BYTES", "Activations", "Checkpoint", "Engine", "HostCopies", "HostView", "Looked", "Moved", "Saving", "Slabs", "Snapshot", "_errors_for_test", "_gil_is_released_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "check_host", "explain_activations", "host_memory", "kept_copy_bytes", "look", "look_with_gradients", "plan_activations", "probe", "release_copies", "version", "write_checkpoint"]
+__all__ = ["CHECKPOINT_BLOCK_BYTES", "Activations", "Checkpoint", "Engine", "HostCopies", "HostView", "Looked", "Moved", "Saving", "Slabs", "Snapshot", "_errors_for_test", "_gil_is_released_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "check_host", "explain_activations", "host_memory", "kept_copy_bytes", "latest_checkpoint", "look", "look_with_gradients", "plan_activations", "probe", "release_copies", "version", "write_checkpoint"]
 
 CHECKPOINT_BLOCK_BYTES: Final[int]
 """
@@ -309,12 +310,20 @@ class Looked:
 @final
 class Moved:
     """
-    Bytes moved so far, for a progress bar that another thread draws.
+    Bytes moved so far, for whoever asks from another thread how far it is.
     """
     def __new__(cls, /) -> Moved: ...
     def bytes(self, /) -> int:
         """
         The bytes.
+        """
+    def expect(self, /, bytes: SupportsIndex) -> None:
+        """
+        Say how many there will be.
+        """
+    def expected(self, /) -> int:
+        """
+        How many there will be, as far as anybody has said.
         """
 
 @final
@@ -478,6 +487,11 @@ def host_memory() -> tuple[int, int]:
 def kept_copy_bytes() -> int:
     """
     Bytes of memory that are kept for the copies of the next snapshot.
+    """
+
+def latest_checkpoint(path: str | PathLike[str]) -> Path:
+    """
+    The folder of the checkpoint to load: a path itself if it is one, else its last complete subfolder.
     """
 
 def look(tensors: Any, table: Any, plain: tuple[Any, Any]) -> Looked | None:

@@ -244,15 +244,12 @@ class Handle:
         What is saved.
     work
         Writes and commits it.
-    total_bytes
-        How much there is to write.
     moved
-        Counts the bytes written.
+        Counts the bytes written, and knows how many there are to write.
     """
 
-    def __init__(self, snapshot: Snapshot, work: Callable[[], None], total_bytes: int, moved: _core.Moved) -> None:
+    def __init__(self, snapshot: Snapshot, work: Callable[[], None], moved: _core.Moved) -> None:
         self._snapshot = snapshot
-        self._total_bytes = total_bytes
         self._moved = moved
         self._error: BaseException | None = None
         self._told = False
@@ -315,7 +312,9 @@ class Handle:
         times, ``stall_s`` in all, and the writer gave way to steps ``pauses`` times.
         """
         stats = self._stats or self._snapshot.stats()
-        return {"written_bytes": self._moved.bytes(), "total_bytes": self._total_bytes, **stats}
+        total = self._moved.expected()
+        # Files also have headers.
+        return {"written_bytes": min(self._moved.bytes(), total), "total_bytes": total, **stats}
 
 
 def _forget_frames(error: BaseException | None) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import os
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,15 @@ DTYPES = {
 _TYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
-# What travels between the ranks while saving.
+def absolute(path: StrPath) -> Path:
+    """Return a path that means the same wherever the process goes; ``~`` is the home folder, as in a shell."""
+    text = os.fspath(path)
+    if text == "":
+        raise OptionError("invalid path: ''; name a folder")
+    return (Path(text).expanduser() if text == "~" or text.startswith("~/") else Path(text)).absolute()
+
+
+# What travels between the ranks.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +99,14 @@ class _Stored:
     value: Any = None
     tensor: dict[str, Any] | None = None
     files: tuple[dict[str, Any], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Opened:
+    """Which checkpoint a rank reads: the same for all, if its manifest is."""
+
+    folder: str
+    manifest_crc: int
 
 
 class Writer(StorageWriter):
@@ -120,7 +137,7 @@ class Writer(StorageWriter):
             raise OptionError(f"invalid keep_last: {keep_last!r}; use 1 or more, or None to keep all")
         if threads is not None and (type(threads) is not int or threads < 1):
             raise OptionError(f"invalid threads: {threads!r}; use 1 or more")
-        self.path = Path(path)
+        self.path = absolute(path)
         self.keep_last = keep_last
         self.threads = threads
         self.progress = progress
@@ -135,7 +152,7 @@ class Writer(StorageWriter):
         """Begin anew, at another path if one is given."""
         self.abandon()
         if checkpoint_id is not None:
-            self.path = Path(checkpoint_id)
+            self.path = absolute(checkpoint_id)
 
     def abandon(self) -> None:
         """Give up a save that did not finish; the next one removes what it wrote."""
@@ -172,6 +189,9 @@ class Writer(StorageWriter):
             for item in plan.items
             if item.type == WriteItemType.BYTE_IO
         ]
+        if self.moved is not None:
+            # Of what all ranks have, each writes a share.
+            self.moved.expect(sum(_bytes(item) for item in tensors))
         stored, files = self._write_all(place, tensors, planner)
         for item, tensor in zip(tensors, stored, strict=True):
             results.append(WriteResult(item.index, tensor["end"] - tensor["begin"], _Stored(tensor=tensor)))
@@ -287,6 +307,11 @@ class Writer(StorageWriter):
         return "://" not in os.fspath(checkpoint_id)
 
 
+def _bytes(item: WriteItem) -> int:
+    assert item.tensor_data is not None
+    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+
+
 def _address(planner: SavePlanner, item: WriteItem) -> int:
     data: Any = planner.resolve_data(item)
     return int(local(data).data_ptr())
@@ -351,10 +376,11 @@ class Reader(StorageReader):
         super().__init__()
         if threads is not None and (type(threads) is not int or threads < 1):
             raise OptionError(f"invalid threads: {threads!r}; use 1 or more")
-        self.path = Path(path)
+        self.path = absolute(path)
         self.threads = threads
         self.progress = progress
         self._checkpoint: _core.Checkpoint | None = None
+        self._opened = _Opened("", 0)
         self._manifest: dict[str, Any] = {}
         self._chunks: dict[tuple[str, tuple[int, ...]], int] = {}
         # Why nothing can be loaded, until all ranks hear of it; and whether anything has been read.
@@ -367,7 +393,7 @@ class Reader(StorageReader):
         self._refused = None
         self._has_read = False
         if checkpoint_id is not None:
-            self.path = Path(checkpoint_id)
+            self.path = absolute(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Open the checkpoint, check its structure, and say what is in it."""
@@ -383,7 +409,9 @@ class Reader(StorageReader):
 
     def _open(self) -> Metadata:
         self._checkpoint = _core.Checkpoint(self.path)
-        self._manifest = manifest = json.loads(self._checkpoint.manifest())
+        text = self._checkpoint.manifest()
+        self._opened = _Opened(self._checkpoint.folder(), zlib.crc32(text.encode()))
+        self._manifest = manifest = json.loads(text)
         described: dict[str, Any] = {name: BytesStorageMetadata() for name in manifest["objects"]}
         storage = {}
         self._chunks = {}
@@ -406,11 +434,15 @@ class Reader(StorageReader):
             raise self._refused
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Leave the plan as it is."""
-        return plan
+        """Say which checkpoint this rank has opened."""
+        return dataclasses.replace(plan, storage_data=self._opened)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Leave the plans as they are."""
+        """Refuse to load some ranks from one checkpoint and some from another that was completed in between."""
+        opened = [plan.storage_data for plan in plans if isinstance(plan.storage_data, _Opened)]
+        if len({one.manifest_crc for one in opened}) > 1:
+            folders = ", ".join(sorted({one.folder for one in opened}))
+            raise CheckpointError(f"the ranks found different checkpoints: {folders}; load one of them by its folder")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -422,13 +454,16 @@ class Reader(StorageReader):
         items = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         targets = [planner.resolve_tensor(item).detach() for item in items]
         total = sum(target.nbytes for target in targets)
-        with torch.no_grad(), bar(f"loading {self.path.name}", total, shown=self.progress) as moved:
+        with torch.no_grad(), bar(f"loading {self._label()}", total, shown=self.progress) as moved:
             self._read(items, targets, moved)
         for item, target in zip(items, targets, strict=True):
             planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _label(self) -> str:
+        return "/".join(Path(self._opened.folder).parts[-2:])
 
     def value(self, name: str) -> Any:
         """Return a value that is no tensor, with the tensors in it."""

@@ -58,6 +58,9 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor] | None = None
         return value.json()
     if isinstance(value, torch.Tensor):
         if tensors is not None:
+            if value.layout != torch.strided or value.is_meta:
+                what = "has no data, being on the device meta" if value.is_meta else f"has the layout {value.layout}"
+                raise CheckpointError(f"{name} {what}, which a checkpoint cannot keep; make it dense before saving")
             # Two keys may read the same once they are joined.
             while name in tensors:
                 name += "_"

@@ -7,14 +7,17 @@ the collectives stay DCP's; bytes go between memory and files in Rust, without a
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
+import threading
 import warnings
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -28,11 +31,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.utils import _DistWrapper
 
 from forebay import _core
+from forebay._ranks import groups, on_all_ranks, ranks_of
 from forebay._snapshot import Handle, Snapshot, release_copies
-from forebay._storage import Reader, StrPath, Writer
+from forebay._storage import Reader, StrPath, Writer, absolute
 from forebay._torch import describe_like, is_dtensor, local
 from forebay._values import Encoded
 from forebay.errors import CheckpointError, Error, OptionError
@@ -75,18 +78,28 @@ def save(
         The ranks that save; by default all of them.
     """
     optimizers = _optimizers(optimizer)
+    writer = _writer(path, keep_last, optimizers)
+    state: dict[str, Any] = {}
+
+    def begin() -> None:
+        with ExitStack() as turn:
+            _end_earlier(turn)
+        state.update(_state_to_save(model, optimizers, extra))
+
+    on_all_ranks(begin, process_group)
+    _write(state, writer, process_group)
+
+
+def _state_to_save(
+    model: torch.nn.Module | None, optimizers: list[torch.optim.Optimizer], extra: Mapping[str, Any] | None
+) -> dict[str, Any]:
     state = _state(model, optimizers)
-    _add_extra(state, extra)
-    _wait_for_earlier()
-    _write(state, _writer(path, keep_last, optimizers), process_group)
-
-
-def _add_extra(state: dict[str, Any], extra: Mapping[str, Any] | None) -> None:
     if extra is not None:
         tensors: dict[str, torch.Tensor] = {}
         state["extra"] = Encoded(dict(extra), tensors, "extra")
         # Not nested: DCP would flatten lists and dicts, and lose empty ones and the types of keys.
         state.update(tensors)
+    return state
 
 
 def _writer(path: StrPath, keep_last: int | None, optimizers: list[torch.optim.Optimizer]) -> Writer:
@@ -98,7 +111,7 @@ def _writer(path: StrPath, keep_last: int | None, optimizers: list[torch.optim.O
 def _write(state: dict[str, Any], writer: Writer, process_group: Any) -> None:
     """Plan, write and commit, as ``dcp.save`` does: without its warning that one process is one process."""
     planner = DefaultSavePlanner()
-    ranks = _DistWrapper(process_group, dist.is_available() and dist.is_initialized(), 0)
+    ranks = ranks_of(process_group)
     metadata: Metadata | None = None
 
     def plan() -> SavePlan:
@@ -127,7 +140,10 @@ def _write(state: dict[str, Any], writer: Writer, process_group: Any) -> None:
 
 
 _earlier: list[Handle] = []
-_group: list[Any] = []
+"""The last save beside training, until the next one has seen its end."""
+_turn = threading.RLock()
+"""Held from the end of the earlier save until the next is under way, so that threads begin theirs one after the other.
+A signal's handler may save in the midst of that: the thread that holds it may take it again."""
 
 
 def async_save(
@@ -163,29 +179,51 @@ def async_save(
         raise OptionError(f"invalid when_busy: {when_busy!r}; use 'wait' or 'refuse'")
     if snapshot_budget_bytes is not None and (type(snapshot_budget_bytes) is not int or snapshot_budget_bytes < 0):
         raise OptionError(f"invalid snapshot_budget_bytes: {snapshot_budget_bytes!r}; use 0 or more, or None")
-    if write_gbps is not None and not write_gbps > 0:
+    if write_gbps is not None and not (isinstance(write_gbps, Real) and write_gbps > 0):
         raise OptionError(f"invalid write_gbps: {write_gbps!r}; use a positive number, or None")
     optimizers = _optimizers(optimizer)
     writer = _writer(path, keep_last, optimizers)
     # As things are now: whatever is loaded from here on does not mend what is saved.
     writer._checks = [_outcome(check) for check in writer._checks]
-    group = _end_earlier_on_all_ranks(when_busy)
-    state = _state(model, optimizers)
-    _add_extra(state, extra)
-    snapshot = Snapshot(state, optimizers, snapshot_budget_bytes)
-    try:
-        writer.snapshot, writer.moved = snapshot, _core.Moved()
-        writer.bytes_per_s = None if write_gbps is None else write_gbps * 1e9
-        leaves, _ = flatten_state_dict(snapshot.state)
-        total = sum(local(value).nbytes for value in leaves.values() if isinstance(value, torch.Tensor))
-        snapshot.copy_ahead(max(min((os.cpu_count() or 2) // 2, 8), 1), None)
-        handle = Handle(snapshot, lambda: _write(snapshot.state, writer, group), total, writer.moved)
-    except BaseException:
-        # Nobody will write it, so no step may wait for it.
-        snapshot.finish()
-        raise
-    _earlier[:] = [handle]
+    writer.bytes_per_s = None if write_gbps is None else float(write_gbps) * 1e9
+    writer.moved = moved = _core.Moved()
+    saves, calls = groups()
+    snapshot: Snapshot | None = None
+    with ExitStack() as turn:
+
+        def begin() -> None:
+            nonlocal snapshot
+            _end_earlier(turn, refuse=when_busy == "refuse")
+            snapshot = Snapshot(_state_to_save(model, optimizers, extra), optimizers, snapshot_budget_bytes)
+
+        try:
+            on_all_ranks(begin, calls)
+            assert snapshot is not None
+            writer.snapshot = kept = snapshot
+            leaves, _ = flatten_state_dict(kept.state)
+            moved.expect(sum(local(value).nbytes for value in leaves.values() if isinstance(value, torch.Tensor)))
+            snapshot.copy_ahead(max(min((os.cpu_count() or 2) // 2, 8), 1), None)
+            handle = Handle(snapshot, lambda: _write_beside(kept.state, writer, saves), moved)
+        except BaseException:
+            # Nobody will write it, so no step may wait for it.
+            if snapshot is not None:
+                snapshot.finish()
+            raise
+        _earlier[:] = [handle]
     return handle
+
+
+def _write_beside(state: dict[str, Any], writer: Writer, group: Any) -> None:
+    try:
+        _write(state, writer, group)
+    except Error:
+        raise
+    except Exception as error:
+        # What fails on a rank has been told to all as an `Error`; only telling itself can fail in another way.
+        raise CheckpointError(
+            f"{writer.path}: not saved, since the ranks did not reach each other: {type(error).__name__}: {error}; "
+            "call result() on all of them before one ends or destroys its process group"
+        ) from error
 
 
 def _outcome(check: Callable[[], None]) -> Callable[[], None]:
@@ -203,54 +241,51 @@ def _outcome(check: Callable[[], None]) -> Callable[[], None]:
     return repeat
 
 
-def _wait_for_earlier() -> None:
-    """Wait for a save under way; raise what went wrong with one that nobody asked for its result."""
+def _end_earlier(turn: ExitStack, *, refuse: bool = False) -> None:
+    """Wait for a save under way, or refuse; raise what went wrong with it where nobody has heard of it.
+
+    No other thread begins one before ``turn`` ends.
+    """
+    if not _turn.acquire(blocking=not refuse):
+        raise CheckpointError("another thread begins a save; wait for it, or use when_busy='wait'")
+    turn.callback(_turn.release)
     for handle in list(_earlier):
+        if refuse and not handle.done():
+            raise CheckpointError(
+                f"an earlier save is under way: {handle.progress()}; wait for its result(), or use when_busy='wait'"
+            )
         handle._done.wait()
         _earlier.clear()
         handle.raise_untold()
 
 
-def _end_earlier_on_all_ranks(when_busy: str) -> Any:
-    """Wait for a save under way or refuse, and raise its error if any: the same on all ranks, or they would part ways.
-
-    Return the group for the new one.
-    """
-    saves, calls = _groups()
-    handle = _earlier[0] if _earlier else None
-    if when_busy == "refuse" and _on_any_rank(handle is not None and not handle.done(), calls):
-        progress = {} if handle is None else handle.progress()
-        raise CheckpointError(
-            f"an earlier save is under way: {progress}; wait for its result(), or use when_busy='wait'"
-        )
-    if handle is not None:
+def _wait_for_earlier() -> None:
+    for handle in list(_earlier):
         handle._done.wait()
-        _earlier.clear()
-    if _on_any_rank(handle is not None and handle.has_untold(), calls):
-        if handle is not None:
-            handle.raise_untold(again=True)
-        raise CheckpointError("the save before this one failed on another rank")
-    return saves
 
 
-def _on_any_rank(flag: bool, group: Any) -> bool:
-    if group is None:
-        return flag
-    flags = torch.tensor([flag], dtype=torch.int32)
-    dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
-    return bool(flags.item())
+@atexit.register
+def _tell_at_exit() -> None:
+    """Say that the last save failed where nobody has heard of it. Python has waited for its end."""
+    for handle in _earlier:
+        if handle.has_untold():
+            error = handle._error
+            sys.stderr.write(f"forebay: the last checkpoint was not saved: {type(error).__name__}: {error}\n")
 
 
-def _groups() -> tuple[Any, Any]:
-    """Return a process group that only saves in the background use, and one for the calls that begin them.
+_parents: list[Handle] = []
+"""A forked child keeps its parent's save as it was: to let go of it may mean to wait for a thread of the parent."""
 
-    Training's own must not be shared with a thread, and these two not with each other.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        return None, None
-    if not _group or _group[0] is not dist.group.WORLD:
-        _group[:] = [dist.group.WORLD, dist.new_group(backend="gloo"), dist.new_group(backend="gloo")]
-    return _group[1], _group[2]
+
+def _leave_save_to_parent() -> None:
+    """Begin anew in a forked child: the thread that saves, and one that holds the turn, are its parent's."""
+    global _turn
+    _turn = threading.RLock()
+    _parents.extend(_earlier)
+    _earlier.clear()
+
+
+os.register_at_fork(after_in_child=_leave_save_to_parent)
 
 
 def load(
@@ -264,7 +299,7 @@ def load(
     """Load the last complete checkpoint of a path, in place, and return what was saved as ``extra``. All ranks call it.
 
     It may have been saved by another number of ranks, and with torch's AdamW instead of forebay's or the reverse: a
-    master weight that it does not have is made from the weight.
+    master weight that it does not have is made from the weight. A save of this process that is under way comes first.
 
     Parameters
     ----------
@@ -280,13 +315,23 @@ def load(
         The ranks that load; by default all of them.
     """
     optimizers = _optimizers(optimizer)
-    reader = Reader(path)
-    state = _state(model, optimizers)
+    path = absolute(path)
+    state: dict[str, Any] = {}
+
+    def begin() -> Path:
+        _wait_for_earlier()
+        state.update(_state(model, optimizers))
+        return _core.latest_checkpoint(path).relative_to(path)
+
+    # One for all ranks and for the whole load, though another save may end at any moment.
+    reader = Reader(path / on_all_ranks(begin, process_group)[0])
     wanted, _ = flatten_state_dict(state)
     missing: list[str] = []
     extra: dict[str, Any] | None = None
     try:
-        missing = _compare(reader.path, wanted, reader.read_metadata(), strict)
+        metadata = reader.read_metadata()
+        missing = _compare(reader.path, wanted, metadata, strict)
+        _add_options(state, metadata)
         # First, so that nothing is changed where it cannot be read.
         extra = _extra(reader)
     except Error as error:
@@ -307,7 +352,8 @@ def load(
         for name in missing:
             # State that the checkpoint does not have starts anew; a master follows its weight below.
             value = wanted[name]
-            if name.startswith("optimizer.") and not name.endswith(".master_param") and isinstance(value, torch.Tensor):
+            is_master = name.endswith(".master_param")
+            if name.startswith("optimizer.state.") and not is_master and isinstance(value, torch.Tensor):
                 local(value).zero_()
     options = StateDictOptions(strict=strict)
     if model is not None:
@@ -322,8 +368,7 @@ def load(
 
 def release() -> None:
     """Give back the host memory that ``async_save`` keeps for the copies of the next save, after one under way."""
-    for handle in list(_earlier):
-        handle._done.wait()
+    _wait_for_earlier()
     release_copies()
 
 
@@ -374,7 +419,9 @@ def _compare(path: Path, wanted: Mapping[str, Any], metadata: Metadata, strict: 
         lacking = [
             name
             for name in missing
-            if not name.endswith(".master_param") and name.rsplit(".", 1)[0] not in without_state
+            if not name.endswith(".master_param")
+            and name.rsplit(".", 1)[0] not in without_state
+            and not _is_option(name)
         ]
         foreign = [
             name
@@ -382,6 +429,7 @@ def _compare(path: Path, wanted: Mapping[str, Any], metadata: Metadata, strict: 
             if name not in wanted
             and name.split(".", 1)[0] in ("model", "optimizer")
             and not name.endswith(".master_param")
+            and not _is_option(name)
             and not (name.startswith("optimizer.") and not any(key.startswith("optimizer.") for key in wanted))
         ]
         if lacking or foreign:
@@ -391,6 +439,23 @@ def _compare(path: Path, wanted: Mapping[str, Any], metadata: Metadata, strict: 
                 "strict=False loads what fits"
             )
     return missing
+
+
+def _is_option(name: str) -> bool:
+    """Whether something is an option of a group: schedulers and versions of torch add some, and each has a default."""
+    return name.startswith("optimizer.param_groups.") and not name.endswith(".params")
+
+
+def _add_options(state: dict[str, Any], metadata: Metadata) -> None:
+    """Make places for options of groups that only the checkpoint has; torch's own optimizers take them as well."""
+    groups = state.get("optimizer", {}).get("param_groups", [])
+    for name, stored in metadata.state_dict_metadata.items():
+        match metadata.planner_data.get(name):
+            case ("optimizer", "param_groups", int(number), option) if number < len(groups):
+                place: torch.Tensor | None = None
+                if isinstance(stored, TensorStorageMetadata):
+                    place = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
+                groups[number].setdefault(option, place)
 
 
 def _listed(what: str, names: list[str]) -> str:

@@ -12,11 +12,12 @@ use pyo3::prelude::*;
 use crate::guard;
 use crate::torch::{self, HostView, Keeper};
 
-/// Bytes moved so far, for a progress bar that another thread draws.
+/// Bytes moved so far, for whoever asks from another thread how far it is.
 #[pyclass(frozen)]
 #[derive(Default)]
 pub(crate) struct Moved {
     bytes: AtomicU64,
+    expected: AtomicU64,
 }
 
 #[pymethods]
@@ -29,6 +30,16 @@ impl Moved {
     /// The bytes.
     fn bytes(&self) -> u64 {
         self.bytes.load(Relaxed)
+    }
+
+    /// Say how many there will be.
+    fn expect(&self, bytes: u64) {
+        self.expected.store(bytes, Relaxed);
+    }
+
+    /// How many there will be, as far as anybody has said.
+    fn expected(&self) -> u64 {
+        self.expected.load(Relaxed)
     }
 }
 
@@ -293,6 +304,12 @@ pub(crate) fn write_checkpoint(
             .map(|file| (file.record.name, file.record.bytes, file.record.blocks, file.entries))
             .collect())
     })
+}
+
+/// The folder of the checkpoint to load: a path itself if it is one, else its last complete subfolder.
+#[pyfunction]
+pub(crate) fn latest_checkpoint(py: Python<'_>, path: PathBuf) -> PyResult<PathBuf> {
+    guard::run(py, || checkpoint::latest(&path))
 }
 
 /// A complete checkpoint, its structure checked.

@@ -30,7 +30,8 @@ mod _core {
     use crate::activations::{Activations, explain_activations, plan_activations};
     #[pymodule_export]
     use crate::checkpoint::{
-        Checkpoint, HostCopies, Moved, Saving, Snapshot, kept_copy_bytes, release_copies, write_checkpoint,
+        Checkpoint, HostCopies, Moved, Saving, Snapshot, kept_copy_bytes, latest_checkpoint, release_copies,
+        write_checkpoint,
     };
     #[pymodule_export]
     use crate::host::{bench_placements, check_host};

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -88,6 +88,45 @@ def test_not_strict_loads_what_fits(tmp_path: Path) -> None:
     assert not restored.state[target["c"].weight]["exp_avg"].any()
     assert restored.state[target["c"].weight]["step"] == 0
     step(target, restored)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (forebay.AdamW, {"lr": 1e-2}),
+        (torch.optim.AdamW, {"lr": 1e-2}),
+        (torch.optim.AdamW, {"lr": torch.tensor(1e-2), "foreach": False}),
+    ],
+)
+def test_a_scheduler_may_come_after_the_load_or_not_at_all(kind: Any, options: Any, tmp_path: Path) -> None:
+    model = model_of(a=4)
+    optimizer = kind(model.parameters(), **options)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    step(model, optimizer)
+    scheduler.step()
+    model.zero_grad()
+    checkpoint.save(tmp_path, model, optimizer, extra={"scheduler": scheduler.state_dict()})
+    other = kind(model.parameters(), **options)
+    extra = checkpoint.load(tmp_path, model, other)
+    assert extra is not None
+    assert other.param_groups[0]["lr"] == 5e-3
+    assert other.param_groups[0]["initial_lr"] == 1e-2
+    again = torch.optim.lr_scheduler.ExponentialLR(other, 0.5, last_epoch=1)
+    again.load_state_dict(extra["scheduler"])
+    # And the reverse: an option that the checkpoint does not have stays as it is.
+    checkpoint.save(tmp_path, model, kind(model.parameters(), **options))
+    checkpoint.load(tmp_path, model, other)
+    assert other.param_groups[0]["initial_lr"] == 1e-2
+
+
+def test_another_number_of_groups_is_refused(tmp_path: Path) -> None:
+    model = model_of(a=4, b=5)
+    one = forebay.AdamW(model.parameters())
+    two = forebay.AdamW([{"params": model["a"].parameters()}, {"params": model["b"].parameters()}])
+    for saves, loads in ((one, two), (two, one)):
+        checkpoint.save(tmp_path, model, saves)
+        with pytest.raises(forebay.CheckpointError, match=r"optimizer\.param_groups\.1\.params"):
+            checkpoint.load(tmp_path, model, loads)
 
 
 def test_an_optimizer_is_not_found_where_only_a_model_was_saved(tmp_path: Path) -> None:

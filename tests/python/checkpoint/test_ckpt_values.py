@@ -123,9 +123,23 @@ def test_what_cannot_be_kept_is_refused_by_name(value: object, type_name: str, t
     assert len(folders(tmp_path)) == 2
 
 
-def test_a_sparse_tensor_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(forebay.Error):
-        checkpoint.save(tmp_path, None, extra={"mask": torch.eye(3).to_sparse()})
+def saved_beside(*arguments: Any, **named: Any) -> None:
+    checkpoint.async_save(*arguments, **named).result()
+
+
+@pytest.mark.parametrize("save", [checkpoint.save, saved_beside])
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (torch.eye(3).to_sparse(), r"has the layout torch\.sparse_coo"),
+        (torch.empty(3, device="meta"), "has no data"),
+    ],
+)
+def test_a_tensor_that_is_not_dense_is_refused_by_name(
+    value: torch.Tensor, what: str, save: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(forebay.CheckpointError, match=rf"extra\.masks\.1 {what}"):
+        save(tmp_path, None, extra={"masks": [0, value]})
 
 
 @pytest.mark.parametrize(

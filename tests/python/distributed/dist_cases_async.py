@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
-import signal
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch.distributed as dist
-from dist_checkpoints import SAVED, build, check, optimizer_of, reference, refused, spoil, train
-from dist_models import make
-from dist_registry import SurvivedError, case, shared_folder
+from dist_checkpoints import SAVED, build, check, reference, refused, spoil, train
+from dist_registry import case, shared_folder
 
 import forebay
 from forebay import _core
@@ -161,34 +158,3 @@ def saves_do_not_disturb_the_collectives_of_training() -> None:
     for steps in range(1, 5):
         load(path / f"{steps:08}", net, optimizer)
         check(net, optimizer, reference("f32", steps))
-
-
-@case(2, killed=(1,))
-def a_rank_that_is_killed_while_it_writes_fails_the_save_of_the_other() -> None:
-    path = shared_folder() / "killed"
-    net, optimizer = build("f32")
-    train(net, optimizer, *range(SAVED))
-    async_save(path, net, optimizer, extra={"steps": SAVED}).result()
-    train(net, optimizer, SAVED)
-    dist.barrier()
-
-    def die(*_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    with writer(1, die):
-        handle = async_save(path, net, optimizer, keep_last=1)
-        with contextlib.suppress(Exception):
-            handle.result(timeout=9)
-        assert handle.done(), "it must not wait for the dead"
-        assert refused(handle.result) is not None
-    # Training's own state is whole, and the old checkpoint loads, alone too.
-    check(net, optimizer, reference("f32", SAVED + 1))
-    assert complete(path) == ["00000001"]
-    dist.destroy_process_group()
-    alone = make()
-    optimizer = optimizer_of(alone)
-    assert load(path, alone, optimizer) == {"steps": SAVED}
-    check(alone, optimizer, reference("f32"))
-    async_save(path, alone, optimizer, keep_last=1).result()
-    assert complete(path) == ["00000003"]
-    raise SurvivedError

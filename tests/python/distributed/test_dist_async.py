@@ -1,4 +1,4 @@
-"""Asynchronous saves on two ranks: every case of ``dist_cases_async.py``."""
+"""Asynchronous saves on two ranks: every case of ``dist_cases_async*.py``."""
 
 from __future__ import annotations
 
