@@ -100,7 +100,8 @@ class ActivationOffload:
     def table(self) -> list[dict[str, Any]]:
         """Return the same for each layer, with the times of the last pass that could be read.
 
-        Under a budget, once there is a plan: also the ``choice``, ``planned_kept_bytes`` and
+        Under a budget there is a row for each call where a pass calls a layer more than once, and ``layer`` is its
+        place in the order of the forward pass. Once there is a plan: also the ``choice``, ``planned_kept_bytes`` and
         ``planned_offloaded_bytes``, ``predicted_forward_s`` and ``predicted_backward_s`` beside the times measured
         under that plan; and a last row with ``layer`` None for the whole pass: ``predicted_peak_bytes``,
         ``peak_bytes``, ``predicted_pass_s``, ``pass_s``, and the errors of both predictions, ``peak_error`` and
@@ -230,7 +231,7 @@ def offload_activations(
         pass, forward and backward, may add to what is allocated as it begins, gradients that it makes included; or
         ``"80%"``, all that may be allocated of the GPU's memory. Both are torch's own count,
         ``torch.cuda.max_memory_allocated``. The first two passes of a shape measure and take as little memory as can
-        be, and the first few that follow a plan are compared with it; these passes reset torch's peak statistics.
+        be, and the first that follow a plan are compared with it; these passes reset torch's peak statistics.
         ``table`` and ``explain`` show the plan.
     layers
         The modules whose saved tensors are offloaded, in the order in which they run; or the name of a ModuleList. By
