@@ -139,15 +139,15 @@ class Budget:
 
     def model_begins(self) -> None:
         """Note that the model was called: a pass begins with the next layer, and no other before the model returns."""
-        here = self.local
-        here.in_model = torch.is_grad_enabled() and bool(self.layers)
-        if here.in_model:
+        # A call without gradients inside of one with them changes nothing for that one.
+        if torch.is_grad_enabled() and self.layers:
             self._find_device(self.layers[0].device)
-            here.fresh = self._beginning()
+            self.local.in_model, self.local.fresh = True, self._beginning()
 
     def model_ends(self) -> None:
         """Note that the model has returned."""
-        self.local.in_model, self.local.fresh = False, None
+        if torch.is_grad_enabled():
+            self.local.in_model, self.local.fresh = False, None
 
     def _beginning(self) -> Point:
         now, peak = self.meter.read()
@@ -345,8 +345,8 @@ class Budget:
         ended, self.ended = self.ended, []
         for state in ended:
             state.finished = True
-            # Where calls were found meanwhile, numbers are not what they were.
-            if state.numbers is not self.numbers or not self.layers:
+            # Where calls were found meanwhile numbers are not what they were, and what is measured again is forgotten.
+            if state.numbers is not self.numbers or state.renewals != state.book.renewals or not self.layers:
                 continue
             if not state.watched:
                 self._glance(state)
@@ -418,7 +418,6 @@ class Budget:
         if plan is None or book.cost is None:
             return
         if book.renewals < ROUNDS and self._saves_more(state, book.cost):
-            book.renewals += 1
             book.measure_again()
             return
         begin = state.points[0]

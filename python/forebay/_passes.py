@@ -108,6 +108,7 @@ class Pass:
     ) -> None:
         self.book, self.numbers, self.ways = book, numbers, ways
         self.stage, self.watched, self.plan, self.tokens = stage, watched, plan, tokens
+        self.renewals = book.renewals
         self.points: list[Point] = [begin]
         self.peak = begin.now
         # How often each layer has been called, and the last call.
@@ -149,6 +150,7 @@ class Book:
 
     def measure_again(self) -> None:
         """Forget all that plans are made of."""
+        self.renewals += 1
         self.begun = self.passes = self.rounds = 0
         self.builds, self.kinds, self.plans = {}, {}, {}
         self.cost, self.excess_bytes, self.pace, self.done = None, None, 1.0, False
@@ -196,4 +198,5 @@ def alike(tensors: list[torch.Tensor], device: torch.device) -> tuple[Any, ...]:
     kind = device.type
     cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     sizes = (round(math.log(max(1, n), STEP)) for n in shape[:-1] or (1,))
-    return cast, tuple((one.dtype, one.dim(), one.requires_grad) for one in tensors), len(shape), *sizes
+    # How many there are does not matter: some are given a list, of another length each time.
+    return cast, frozenset((one.dtype, one.dim(), one.requires_grad) for one in tensors), len(shape), *sizes
