@@ -71,7 +71,8 @@ def find_layers(model: torch.nn.Module, layers: Any) -> list[torch.nn.Module]:
                 "or put `with forebay.save_on_host():` around the forward pass"
             )
         largest: torch.nn.ModuleList = max(outermost, key=_count)
-        return list(largest)
+        # A list may have a module several times; that is one layer, called as often.
+        return list(dict.fromkeys(largest))
     if isinstance(layers, str):
         try:
             layers = model.get_submodule(layers)

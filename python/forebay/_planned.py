@@ -17,7 +17,8 @@ from forebay._select import Results
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from forebay._budget import Budget, Pass, Way
+    from forebay._budget import Budget
+    from forebay._passes import Pass, Way
     from forebay._saved import Saved, Saver, Stay
 
 
@@ -33,12 +34,12 @@ def _is_managed(module: torch.nn.Module) -> bool:
 class _Call:
     """One call of a layer: what it saves goes where the plan says."""
 
-    def __init__(self, layer: PlannedLayer, state: Pass, way: Way) -> None:
-        self.layer, self.state, self.way = layer, state, way
+    def __init__(self, layer: PlannedLayer, state: Pass, number: int, way: Way) -> None:
+        self.layer, self.state, self.number, self.way = layer, state, number, way
         self.engine = layer.saver.engine(layer.device)
         self.left = 0
         self.seen: dict[int | None, bool] = {}
-        self.probe = layer.budget.probe(state, layer)
+        self.probe = layer.budget.probe(state, number, layer)
 
     def pack(self, tensor: torch.Tensor) -> Saved | Stay:
         """Take a tensor that autograd saves: all that the layer saves, or the inputs of one that is recomputed."""
@@ -57,7 +58,7 @@ class _Call:
             self.seen[storage] = leaves
             if self.state.watched:
                 packed = self.state.packed
-                packed[self.layer.number] = packed.get(self.layer.number, 0) + size
+                packed[self.number] = packed.get(self.number, 0) + size
         return self.put(tensor, leaves)
 
     def put(self, tensor: torch.Tensor, leaves: bool) -> Saved | Stay:
@@ -74,7 +75,7 @@ class _Call:
 
     def unpack(self, packed: Saved | Stay) -> torch.Tensor:
         """Give a tensor back."""
-        self.layer.budget.opens(self.state, self.layer.number, self.engine)
+        self.layer.budget.opens(self.state, self.number, self.engine)
         return self.layer.saver.unpack(packed)
 
 
@@ -115,14 +116,14 @@ class PlannedLayer(Layer):
 
     def is_entered(self) -> bool:
         """Whether this thread is inside a call of it already."""
-        return self.number in getattr(self.budget.local, "inside", ())
+        return self.number in self.budget.local.inside
 
     def lead(self, call: Callable[..., Any], args: Any, kwargs: Any, *, can_recompute: bool) -> Any:
         """Call the layer, recomputed or not, with its saved tensors led where the plan says."""
         budget = self.budget
-        state = budget.enter(self, args, kwargs)
-        way = budget.way(state, self)
-        run = _Call(self, state, way)
+        state, number = budget.enter(self, args, kwargs)
+        way = budget.way(state, number, self)
+        run = _Call(self, state, number, way)
         with self.inside(run):
             if not (way.recompute and can_recompute):
                 with run.probe or contextlib.nullcontext():
@@ -135,25 +136,25 @@ class PlannedLayer(Layer):
     @contextlib.contextmanager
     def inside(self, run: _Call) -> Iterator[None]:
         """Lead what is saved inside."""
-        budget, engine, state, number = self.budget, run.engine, run.state, self.number
+        budget, engine, state, number = self.budget, run.engine, run.state, run.number
         self.fixed = None
-        inside = getattr(budget.local, "inside", None)
-        if inside is None:
-            inside = budget.local.inside = []
+        inside = budget.local.inside
         engine.core.enter(number, engine.stream())
         if state.watched:
             budget.point(state, "enter", number, engine)
-        inside.append(number)
+        inside.append(self.number)
+        state.running += 1
         try:
             with saved_tensors_hooks(run.pack, run.unpack):
                 yield
         finally:
             inside.pop()
+            state.running -= 1
         engine.core.leave(engine.stream())
         if state.watched:
             budget.point(state, "leave", number, engine)
         if state.stage < MEASURING:
-            budget.vetted(self, run.probe)
+            budget.vetted(state, number, run.probe)
         engine.let_go_before(number + 1)
 
 
@@ -178,6 +179,14 @@ class Begins:
     def __call__(self, *_: Any) -> None:
         """Note it."""
         self.budget.model_begins()
+
+
+class Ends(Begins):
+    """Stands behind the call of the model."""
+
+    def __call__(self, *_: Any) -> None:
+        """Note it."""
+        self.budget.model_ends()
 
 
 def _plain() -> Callable[..., Any]:

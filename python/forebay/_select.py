@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _WRITES: dict[Any, tuple[int | str, ...] | None] = {}
 _VIEWS: dict[Any, bool] = {}
 _COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+COLUMNS = 1021
+"""Of a checksum. A prime: whatever swaps parts of usual sizes moves them to other columns."""
 
 
 class Key(NamedTuple):
@@ -213,6 +215,33 @@ class Op:
         self.counters = [(counter_of(one), one._version) for one in outputs] if fits else []
 
 
+class Sum:
+    """The bits of a storage, added up column by column, and whether they are still the same."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # Held: what is freed without having been used once more was perhaps written to nevertheless.
+        self.storage, self.device = tensor.untyped_storage(), tensor.device
+        self.bytes = self.storage.nbytes()
+        self.before = self._take()
+
+    def _take(self) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self.bytes // (8 * COLUMNS)
+        words = torch.empty(0, dtype=torch.int64, device=self.device)
+        words.set_(self.storage, 0, (rows, COLUMNS), (COLUMNS, 1))
+        rest = torch.empty(0, dtype=torch.uint8, device=self.device)
+        rest.set_(self.storage, rows * COLUMNS * 8, (self.bytes - rows * COLUMNS * 8,), (1,))
+        # Integers are added without loss in any order, and without a copy of another type.
+        return words.sum(0), rest.clone()
+
+    def changed(self) -> torch.Tensor | bool:
+        """Let go of the storage; return whether it was changed, for whoever may wait for that."""
+        if self.storage.nbytes() != self.bytes:
+            return True
+        (words, rest), (words_now, rest_now) = self.before, self._take()
+        del self.storage, self.before
+        return (words != words_now).any() | (rest != rest_now).any()
+
+
 def _written(func: Any) -> tuple[int | str, ...]:
     """Return which arguments an operation writes to."""
     found = _WRITES.get(func)
@@ -226,6 +255,13 @@ def _written(func: Any) -> tuple[int | str, ...]:
         )
         _WRITES[func] = found
     return found
+
+
+def _makes_room(func: Any) -> bool:
+    """Whether an operation makes memory for others to write to, who may do so behind torch's back."""
+    schema = getattr(func, "_schema", None)
+    name = "" if schema is None else schema.name.rpartition("::")[2]
+    return name == "clone" or name.startswith("new_") or name.endswith("_like")
 
 
 def _makes_new(func: Any) -> bool:
@@ -254,9 +290,13 @@ class Probe(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def __init__(self, clock: Clock, module: torch.nn.Module, *, managed: bool) -> None:
+    def __init__(self, clock: Clock, module: torch.nn.Module, *, managed: bool, sums: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.clock, self.module, self.managed = clock, module, managed
+        # What results are when they are made, and whether they are so at the end: kernels that torch does not see may
+        # write to them. That takes time, so there are no sums where times are taken.
+        self.sums: dict[Key, list[Sum]] | None = {} if sums else None
+        self.changed: dict[Key, list[torch.Tensor | bool]] = {}
         self.ops: list[Op] = []
         self.counts: dict[tuple[Any, ...], int] = {}
         self.created: dict[int, StorageWeakRef] = {}
@@ -276,6 +316,8 @@ class Probe(TorchDispatchMode):
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self.changed = {key: [one.changed() for one in sums] for key, sums in (self.sums or {}).items()}
+        self.sums = None
         # NumPy may have been imported meanwhile.
         if any(a != b for a, b in zip(self._random(), self.random, strict=True) if a is not None is not b):
             self.refuse("it draws from Python's or NumPy's random numbers")
@@ -317,10 +359,11 @@ class Probe(TorchDispatchMode):
         key = _next_key(self.counts, func, args)
         tensors = [one for one in tree_leaves(out) if isinstance(one, torch.Tensor)]
         outputs = [one for one in tensors if type(one) is torch.Tensor and one.layout == torch.strided]
+        here = all(one.device.type == self.clock.device.type for one in outputs)
         # What runs without gradients is not recomputed in the same way: FSDP2 makes parameters whole only once.
-        fits = bool(outputs) and len(outputs) == len(tensors) and _makes_new(func) and torch.is_grad_enabled()
-        # What is made of nothing may be written to by code that torch does not see; and of casts autocast keeps some.
-        fits = fits and bool(key.kinds) and func is not torch.ops.aten._to_copy.default
+        fits = here and 0 < len(outputs) == len(tensors) and _makes_new(func) and torch.is_grad_enabled()
+        # Memory that is made of nothing is made to be written to; and of casts autocast keeps some.
+        fits = fits and bool(key.kinds) and not _makes_room(func) and func is not torch.ops.aten._to_copy.default
         if seeded and draws(self.clock.device) != before:
             # Results that are had instead would leave later draws with other numbers.
             fits = False
@@ -332,6 +375,8 @@ class Probe(TorchDispatchMode):
                 elif _makes_new(func):
                     self.created[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             self.ops.append(Op(key, begin, end, fits, outputs))
+            if fits and self.sums is not None:
+                self.sums[key] = [Sum(one) for one in outputs]
         return out
 
     def _storage(self, tensor: torch.Tensor) -> int:
@@ -339,6 +384,10 @@ class Probe(TorchDispatchMode):
             return int(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):
             return -1
+
+    def sound(self) -> set[Key]:
+        """Return whose results were at the layer's end what they were when made."""
+        return {key for key, changed in self.changed.items() if not any(map(bool, changed))}
 
     def costs(self, min_bytes: int) -> tuple[list[tuple[Key, int, int, bool]], int, int]:
         """Return the results that could be had, and how much of the layer is recomputed.

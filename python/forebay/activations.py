@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from forebay import _core, _saved
 from forebay._budget import Budget, capacity
 from forebay._layers import Layer, find_layers, is_checkpointed, wrap_checkpoints
-from forebay._planned import Begins, PlannedLayer
+from forebay._planned import Begins, Ends, PlannedLayer
 from forebay._saved import Saver
 from forebay.errors import OptionError
 
@@ -73,9 +73,16 @@ class ActivationOffload:
     """What :func:`offload_activations` returns: figures, and the way back."""
 
     def __init__(
-        self, saver: Saver, layers: list[Layer], undo: list[Callable[[], None]], budget: Budget | None = None
+        self,
+        saver: Saver,
+        layers: list[Layer],
+        undo: list[Callable[[], None]],
+        budget: Budget | None = None,
+        idle: str | None = None,
     ) -> None:
         self._saver, self._layers, self._undo, self._budget = saver, layers, undo, budget
+        # Why there is nothing to do.
+        self._idle = idle
 
     def stats(self) -> dict[str, float]:
         """Return sums since the beginning.
@@ -93,7 +100,8 @@ class ActivationOffload:
     def table(self) -> list[dict[str, Any]]:
         """Return the same for each layer, with the times of the last pass that could be read.
 
-        Under a budget, once there is a plan: also the ``choice``, ``planned_kept_bytes`` and
+        Under a budget there is a row for each call where a pass calls a layer more than once, and ``layer`` is its
+        place in the order of the forward pass. Once there is a plan: also the ``choice``, ``planned_kept_bytes`` and
         ``planned_offloaded_bytes``, ``predicted_forward_s`` and ``predicted_backward_s`` beside the times measured
         under that plan; and a last row with ``layer`` None for the whole pass: ``predicted_peak_bytes``,
         ``peak_bytes``, ``predicted_pass_s``, ``pass_s``, and the errors of both predictions, ``peak_error`` and
@@ -101,9 +109,9 @@ class ActivationOffload:
         """
         names = ("stored_bytes", "fetched_bytes", "kept_bytes", "stalls", "stall_s", "forward_s", "backward_s")
         rows: dict[int, dict[str, Any]] = {}
-        for layer in self._layers:
-            about: dict[str, Any] = {"layer": layer.number, "module": type(layer.module).__name__, "kept": layer.keep}
-            rows[layer.number] = about | dict.fromkeys(names, 0)
+        for number, layer in enumerate(self._layers if self._budget is None else self._budget.called()):
+            about: dict[str, Any] = {"layer": number, "module": type(layer.module).__name__, "kept": layer.keep}
+            rows[number] = about | dict.fromkeys(names, 0)
         for engine in self._saver.engines.values():
             for number, figures in engine.core.table():
                 for name, figure in zip(names, figures, strict=True):
@@ -120,8 +128,9 @@ class ActivationOffload:
         for number, chosen in enumerate(plan["layers"]):
             if number not in rows:
                 continue
-            times = measured["layers"].get(number, {})
+            times = measured["layers"][number]
             rows[number] |= {
+                "kept": chosen["word"] == "keep",
                 "choice": chosen["word"],
                 "planned_kept_bytes": chosen["kept_bytes"],
                 "planned_offloaded_bytes": chosen["offloaded_bytes"],
@@ -152,20 +161,20 @@ class ActivationOffload:
 
     def explain(self) -> str:
         """Return in words what becomes of each layer, and how good the predictions were."""
-        figures = self._budget.figures() if self._budget is not None else None
+        if self._idle is not None:
+            return self._idle
+        if self._budget is None:
+            leave = f"{self._saver.stats()['fraction']:.0%} of the bytes leave"
+            return f"no budget; {leave if self._saver.engines else 'nothing has run yet'}"
+        figures = self._budget.figures()
         if figures is None:
-            if self._budget is None:
-                return f"no budget; {self._saver.stats()['fraction']:.0%} of the bytes leave"
             return "nothing has been planned yet: the first passes measure"
         text = _core.explain_activations(json.dumps(figures["plan"]))
         (row,) = self._compare({})
         text += f"measured: {row['pass_s'] * 1e3:.1f} ms a pass, predicted {row['time_error']:+.1%}"
         if row["peak_bytes"]:
             text += f"; {row['peak_bytes'] / 2**30:.2f} GiB at the peak, predicted {row['peak_error']:+.1%}"
-        for kind in {id(kind): kind for kind in self._budget.kinds}.values() if self._budget is not None else ():
-            if kind.reason is not None:
-                text += f"\nlayer {kind.first} and those like it are never recomputed: {kind.reason}"
-        return text
+        return "\n".join([text, *figures["notes"]])
 
     def reserve(self, pinned_bytes: int) -> None:
         """Pin memory now, in all so many bytes for each GPU of the model, instead of in the first forward pass.
@@ -183,6 +192,8 @@ class ActivationOffload:
         for layer in self._layers:
             layer.remove()
         self._undo, self._layers = [], []
+        if self._budget is not None:
+            self._budget.forget()
 
     def __enter__(self) -> Self:
         return self
@@ -220,7 +231,7 @@ def offload_activations(
         pass, forward and backward, may add to what is allocated as it begins, gradients that it makes included; or
         ``"80%"``, all that may be allocated of the GPU's memory. Both are torch's own count,
         ``torch.cuda.max_memory_allocated``. The first two passes of a shape measure and take as little memory as can
-        be, and the first few that follow a plan are compared with it; these passes reset torch's peak statistics.
+        be, and the first that follow a plan are compared with it; these passes reset torch's peak statistics.
         ``table`` and ``explain`` show the plan.
     layers
         The modules whose saved tensors are offloaded, in the order in which they run; or the name of a ModuleList. By
@@ -285,7 +296,7 @@ def offload_activations(
     if budget_bytes is not None:
         return _planned(model, found, saver, *limits, may_recompute=may_recompute, pinned_budget_bytes=budget)
     if share == 0.0 and not recompute:
-        return ActivationOffload(saver, [], [])
+        return ActivationOffload(saver, [], [], idle="no budget; 0% of the bytes leave")
     wrapped = [
         Layer(saver, number, module, keep=number >= len(found) - last, recompute=recompute)
         for number, module in enumerate(found)
@@ -315,19 +326,20 @@ def _planned(
     tensor = next((t for t in (*model.parameters(), *model.buffers()) if t.device.type in ("cuda", "cpu")), None)
     whole = capacity(tensor.device) if tensor is not None else None
     if limit is not None and whole is not None and limit >= whole:
-        warnings.warn(
+        idle = (
             f"budget_bytes is {limit}, and {tensor.device if tensor is not None else ''} has {whole} bytes in all: "
-            "nothing is offloaded or recomputed; give less, or leave forebay out",
-            stacklevel=3,
+            "nothing is offloaded or recomputed"
         )
-        return ActivationOffload(saver, [], [])
+        warnings.warn(f"{idle}; give less, or leave forebay out", stacklevel=3)
+        return ActivationOffload(saver, [], [], idle=idle)
     budget = Budget(saver, limit, share, may_recompute=may_recompute, pinned_budget_bytes=pinned_budget_bytes)
     wrapped = [PlannedLayer(saver, number, module, budget) for number, module in enumerate(found)]
     budget.adopt(wrapped)
-    hook = model.register_forward_pre_hook(Begins(budget), prepend=True)
+    begins = model.register_forward_pre_hook(Begins(budget), prepend=True)
+    ends = model.register_forward_hook(Ends(budget), always_call=True)
     for layer in wrapped:
         layer.install()
-    return ActivationOffload(saver, list(wrapped), [hook.remove], budget)
+    return ActivationOffload(saver, list(wrapped), [begins.remove, ends.remove], budget)
 
 
 _savers: dict[tuple[Any, ...], Saver] = {}

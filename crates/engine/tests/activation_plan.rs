@@ -90,6 +90,27 @@ fn a_budget_that_is_too_small_is_refused_with_what_would_do() {
     assert!(remedy.contains(&least.to_string()) && remedy.contains("the backward pass of layer"), "{remedy}");
 }
 
+/// Two layers that are recomputed: while the second is, the first one's inputs, which do not lie in what it saves, arrive.
+#[test]
+fn a_budget_that_keeping_everything_meets_is_met() {
+    let layer = LayerCost { input_bytes: 900, saved_bytes: 1000, backward_bytes: 1000, tensors: vec![], ..decoder(0) };
+    let layer = LayerCost { forward_base_bytes: 0, forward_saving_bytes: 1000, forward_bare_bytes: 1000, ..layer };
+    let mut cost = decoders(2);
+    cost.layers = vec![LayerCost { saved_bytes: 0, ..layer.clone() }, layer];
+    for layer in &mut cost.layers {
+        layer.backward_base_bytes = 0;
+    }
+    cost.tail_bytes = 0;
+    let (least, whole) = (ActivationPlan::frugal(&cost).peak_bytes, plan(&cost, u64::MAX).peak_bytes);
+    assert!(whole < least, "the test shows nothing: {whole} of {least}");
+    let found = plan(&cost, whole);
+    assert!(found.peak_bytes <= whole && found.least_bytes <= whole, "{found}");
+    let Err(Error::InvalidOption { remedy, .. }) = ActivationPlan::new(&cost, found.least_bytes - 1) else {
+        panic!("a budget below the least was accepted");
+    };
+    assert!(remedy.contains(&found.least_bytes.to_string()), "{remedy}");
+}
+
 #[test]
 fn layers_that_cannot_be_recomputed_are_kept_or_offloaded() {
     let mut cost = decoders(6);
@@ -235,7 +256,7 @@ proptest! {
         prop_assert!(found.peak_bytes <= budget);
         prop_assert!(needs(&cost, &found) <= found.peak_bytes, "{}", found);
         prop_assert!(found.pass_ns <= least.pass_ns);
-        prop_assert_eq!(found.least_bytes, least.peak_bytes);
+        prop_assert!(found.least_bytes <= least.peak_bytes.min(found.peak_bytes));
         let mut total = cost.outside_ns;
         for (i, (layer, cost)) in found.layers.iter().zip(&cost.layers).enumerate() {
             prop_assert!(cost.can_recompute || !layer.recompute);

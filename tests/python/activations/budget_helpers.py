@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import forebay
 from forebay import _budget
-from forebay._budget import Way
+from forebay._passes import Way
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +29,8 @@ class Counted(TorchDispatchMode):
         super().__init__()
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self.now = self.peak = 0
+        # The same as the peak, whoever has that one forgotten.
+        self.most = 0
 
     def look(self) -> None:
         """Notice what has gone."""
@@ -45,7 +47,7 @@ class Counted(TorchDispatchMode):
                 if storage._cdata not in self.alive and storage.nbytes():
                     self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
                     self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
+        self.peak, self.most = max(self.peak, self.now), max(self.most, self.now)
         return out
 
 
@@ -80,6 +82,18 @@ def peak_of(meter: _budget.Meter, run: Callable[[], Any]) -> int:
     before, _ = meter.read()
     run()
     return meter.read()[1] - before
+
+
+def peak_outside(meter: _budget.Meter, run: Callable[[], Any]) -> int:
+    """Return the same where whoever watches the run resets the meter, or 0 where that cannot be known."""
+    if not isinstance(meter, CountedMeter):
+        run()
+        return 0
+    counted = meter.counted
+    counted.look()
+    before = counted.most = counted.now
+    run()
+    return counted.most - before
 
 
 def by_chance(handle: Any, seed: int) -> None:

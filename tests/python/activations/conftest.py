@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forebay import _saved, activations
+from forebay import _budget, _saved, activations
 from forebay._core import Activations
 
 # Test files are imported by path, so their common module has to be findable by name.
@@ -24,6 +24,20 @@ LINK_BYTES_PER_S = 1.5e8
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Where the model is."""
     return torch.device("cuda", 0) if request.param == "cuda" else torch.device("cpu")
+
+
+@pytest.fixture
+def meter(device: torch.device, monkeypatch: pytest.MonkeyPatch):
+    """Count memory on the CPU as torch does on a GPU."""
+    from budget_helpers import Counted, CountedMeter
+
+    if device.type == "cuda":
+        yield _budget.Meter(device)
+        return
+    with Counted() as counted:
+        found = CountedMeter(device, counted)
+        monkeypatch.setattr(_budget, "meter_of", lambda _: found)
+        yield found
 
 
 @pytest.fixture(autouse=True)

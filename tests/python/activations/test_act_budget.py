@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 import torch
-from budget_helpers import Counted, CountedMeter, budgeted, by_chance, peak_of
+from budget_helpers import budgeted, by_chance, peak_of
 from offload_helpers import (
     ACTIVATION_BYTES,
     MIN_BYTES,
@@ -36,18 +36,6 @@ from forebay._budget import MEASURING, ROUNDS
 CPU = torch.device("cpu")
 LARGE = 1 << 29
 """Room for everything in these tests."""
-
-
-@pytest.fixture
-def meter(device: torch.device, monkeypatch: pytest.MonkeyPatch):
-    """Count memory on the CPU as torch does on a GPU."""
-    if device.type == "cuda":
-        yield _budget.Meter(device)
-        return
-    with Counted() as counted:
-        found = CountedMeter(device, counted)
-        monkeypatch.setattr(_budget, "meter_of", lambda _: found)
-        yield found
 
 
 def planned(handle, run, passes: int = MEASURING + 6) -> None:
@@ -323,6 +311,7 @@ def test_dear_results_are_had_and_not_computed_again(device: torch.device) -> No
     assert counts[False] > counts[True]
 
 
+@pytest.mark.filterwarnings("ignore:a pass takes")  # ways by chance take no heed of the budget
 @pytest.mark.parametrize("seed", range(4))
 def test_lengths_that_vary(seed: int, meter, device: torch.device) -> None:
     model = stack(device, depth=5)

@@ -10,12 +10,12 @@ from offload_helpers import WIDTH, Stack, assert_same, data, train
 from torch import nn
 
 from forebay._budget import MEASURING
-from forebay._select import Clock, Probe
+from forebay._select import Clock, Probe, Sum
 
 LARGE = 1 << 29
 
 
-def have_everything(handle) -> None:
+def have_everything(handle, *, leaves: bool = False) -> None:
     """Recompute every layer that may be, and have every result that could be had."""
     budget = handle._budget
 
@@ -23,7 +23,7 @@ def have_everything(handle) -> None:
         if all(book.cost is None for book in budget.books.values()):
             return found
         for way, kind in zip(found, budget.kinds, strict=True):
-            way.recompute, way.wanted = kind.reason is None, dict.fromkeys(kind.keys, False)
+            way.recompute, way.wanted = kind.reason is None, dict.fromkeys(kind.keys, leaves)
         return found
 
     budget.forced = ways
@@ -193,3 +193,59 @@ def test_a_layer_that_communicates_is_not_recomputed() -> None:
         assert probe.reason == "it communicates with other ranks"
     finally:
         dist.destroy_process_group()
+
+
+class Unseen(torch.autograd.Function):
+    """Turns a tensor round in place, as kernels do that are not torch's, and says nothing of it."""
+
+    @staticmethod
+    def forward(ctx, q: torch.Tensor) -> torch.Tensor:
+        """Write to memory, or where that cannot be done, to what has a version of its own."""
+        if q.device.type == "cpu":
+            q.numpy()[:] = q.numpy()[:, ::-1].copy() * 0.5
+        else:
+            q.data.copy_(q.data.flip(1) * 0.5)
+        return q
+
+    @staticmethod
+    def backward(ctx, slope: torch.Tensor) -> torch.Tensor:
+        """Turn it back."""
+        return slope.flip(1) * 0.5
+
+
+UNSEEN = {
+    "a product": lambda layer, x: Unseen.apply(layer.one(x)).sin(),
+    "a copy": lambda layer, x: Unseen.apply(layer.one(x).tanh().clone()).square(),
+    "zeros like another": lambda layer, x: layer.one(x).tanh() * Unseen.apply(torch.zeros_like(x) + 1.0),
+    "ones of a shape": lambda layer, x: layer.one(x).tanh() * Unseen.apply(x.new_ones(x.shape)),
+}
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("what", UNSEEN)
+def test_results_that_others_write_to_are_computed_again(what: str, leaves: bool, device: torch.device) -> None:
+    class Turning(Layer):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.two(UNSEEN[what](self, x))
+
+    torch.manual_seed(0)
+    model, x = Stack(*(Turning() for _ in range(3))).to(device), data(device)
+    expected = train(model, x)
+    with budgeted(model, LARGE, min_bytes=1) as handle:
+        have_everything(handle, leaves=leaves)
+        for _ in range(MEASURING + 2):
+            assert_same(expected, train(model, x))
+        assert any(kind.keys for kind in handle._budget.kinds), "something is had"
+
+
+def test_what_is_looked_at_is_not_held_afterwards(device: torch.device) -> None:
+    """Sums are of one pass, that takes no times; a swap of parts shows in them as well as other numbers do."""
+    a = torch.randn(64, 1024, device=device)
+    same, swapped = Sum(a), Sum(a)
+    assert not bool(same.changed())
+    a[[0, 1]] = a[[1, 0]]
+    assert bool(swapped.changed())
+    assert not hasattr(swapped, "storage")
+    last = Sum(a)
+    a.view(-1)[-1] += 1
+    assert bool(last.changed())

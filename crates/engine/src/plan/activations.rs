@@ -621,18 +621,6 @@ impl ActivationPlan {
     /// Plans a pass. Pure: the same figures and the same budget give the same plan.
     pub fn new(cost: &PassCost, budget_bytes: u64) -> Result<Self> {
         let model = Model { cost, ways: cost.layers.iter().map(ways).collect() };
-        let least = model.run(&vec![0; cost.layers.len()]);
-        if least.peak_bytes > budget_bytes {
-            return Err(Error::InvalidOption {
-                option: "budget_bytes",
-                value: budget_bytes.to_string(),
-                remedy: format!(
-                    "{} takes {} bytes even if every layer is offloaded or recomputed; raise the budget to at least \
-                     that, or lower the batch or the sequence length",
-                    least.peak_at, least.peak_bytes
-                ),
-            });
-        }
         let tastes = [None, Some(Choice::Offload), Some(Choice::Keep)];
         // In a deep model each step is small, and one way is as good as another.
         let tastes = tastes.into_iter().take(if cost.layers.len() > DEEP { 1 } else { 3 });
@@ -640,12 +628,26 @@ impl ActivationPlan {
         let mut paths: Vec<_> = tastes.flat_map(|taste| model.path(taste)).collect();
         let all: Vec<usize> = model.ways.iter().map(|ways| ways.len() - 1).collect();
         let kept = model.run(&all);
+        // Where what is offloaded or recomputed needs more room than it saves, keeping takes less.
+        let (least_bytes, least_at) = paths.iter().map(|(_, outcome)| outcome).fold(
+            (kept.peak_bytes, kept.peak_at),
+            |least, found| if found.peak_bytes < least.0 { (found.peak_bytes, found.peak_at) } else { least },
+        );
         paths.push((all, kept));
         let fitting = paths.into_iter().filter(|(_, outcome)| outcome.peak_bytes <= budget_bytes);
         // Of equals the one that moves least.
         let best = fitting.min_by_key(|(pick, outcome)| (outcome.pass_ns, model.moved(pick), outcome.peak_bytes));
-        let (pick, outcome) = best.unwrap_or_else(|| (vec![0; cost.layers.len()], least.clone()));
-        Ok(model.plan(&pick, &outcome, budget_bytes, least.peak_bytes))
+        let Some((pick, outcome)) = best else {
+            return Err(Error::InvalidOption {
+                option: "budget_bytes",
+                value: budget_bytes.to_string(),
+                remedy: format!(
+                    "{least_at} takes {least_bytes} bytes whatever is kept, offloaded or recomputed; raise the budget to \
+                     at least that, or lower the batch or the sequence length"
+                ),
+            });
+        };
+        Ok(model.plan(&pick, &outcome, budget_bytes, least_bytes))
     }
 
     /// The plan that takes least memory: every layer recomputed or offloaded.
