@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forebay._torch import DTYPES, local, stream_handle
+from forebay._torch import DTYPES, is_placed_like, local, stream_handle
 from forebay.errors import OptionError
 
 if TYPE_CHECKING:
@@ -159,6 +159,7 @@ def hook(reference: weakref.ref[AdamW]) -> Any:
         # What the step would have to copy or refuse is left to the step.
         fits = (
             compute is not None
+            and is_placed_like(parameter, gradient)
             and inner.layout == torch.strided
             and inner.device == compute
             and inner.dtype in DTYPES
