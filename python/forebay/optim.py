@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -132,6 +133,8 @@ class AdamW(torch.optim.Optimizer):
         # Why the state cannot be trusted: a load broke off in the middle.
         self._distrusted: str | None = None
         self._engine: _core.Engine | None = None
+        # The process that opened it.
+        self._process = 0
         self._compute: torch.device | None = None
         self._stores: list[Store] = []
         self._homes: dict[int, tuple[int, int]] = {}
@@ -235,6 +238,7 @@ class AdamW(torch.optim.Optimizer):
         engine, compute = self._open()
         found = self._collect(compute)
         if not found.parameters:
+            self._landed.forget(engine)
             return loss
         scale = self._clip(found.gradients, compute)
         if scale is False:
@@ -257,6 +261,12 @@ class AdamW(torch.optim.Optimizer):
             original.copy_(copy)
         self._step_s = time.perf_counter() - start
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch. Gradients that came down for a step that was left out are let go of too."""
+        super().zero_grad(set_to_none)
+        if self._engine is not None and not self._is_inherited():
+            self._landed.forget(self._engine)
 
     def _collect(self, compute: torch.device) -> Found:
         """Return the parameters that have a gradient, checked before anything is changed."""
@@ -382,8 +392,13 @@ class AdamW(torch.optim.Optimizer):
             compute = self._choose_device()
             name = "cpu" if compute.type == "cpu" else f"cuda:{compute.index or 0}"
             self._engine = _core.Engine(name, self._options.slots, self._options.chunk_bytes)
+            self._process = os.getpid()
             self._compute = compute
         assert self._compute is not None
+        if self._is_inherited():
+            raise DeviceError(
+                "this optimizer was used before fork() and does not work in the child; make another there"
+            )
         if self._compute.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise DeviceError("forebay.AdamW.step cannot be captured into a CUDA graph; call it outside the capture")
         return self._engine, self._compute
@@ -552,8 +567,17 @@ class AdamW(torch.optim.Optimizer):
 
     # Reading state.
 
+    def _is_inherited(self) -> bool:
+        """Whether this is a forked child, in which the engine's threads and memory are not."""
+        return self._engine is not None and self._process != os.getpid()
+
     def _settle(self, parameter: torch.Tensor | None) -> None:
         """Wait for the stores into a parameter's state, or for all of them."""
+        if self._stores and self._is_inherited():
+            raise DeviceError(
+                "this optimizer was used before fork(), and its pinned state is not there in the child; read it in the "
+                "parent, or make another optimizer in the child"
+            )
         if self._engine is not None and not self._closed:
             if parameter is None:
                 self._engine.synchronize()
@@ -667,7 +691,8 @@ class AdamW(torch.optim.Optimizer):
     def close(self) -> None:
         """Give ring and pinned memory back. State that is still held stays readable, and keeps its memory."""
         if self._engine is not None and not self._closed:
-            self._landed.forget(self._engine)
+            if not self._is_inherited():
+                self._landed.forget(self._engine)
             self._engine.close()
         self._landed.close()
         self._closed = True
