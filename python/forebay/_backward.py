@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forebay._torch import DTYPES, local, stream_handle
+from forebay._fingerprint import Fingerprint
+from forebay._torch import DTYPES, is_placed_like, local, stream_handle
 from forebay.errors import OptionError
 
 if TYPE_CHECKING:
@@ -22,38 +23,31 @@ if TYPE_CHECKING:
 
 @dataclass
 class Gradient:
-    """A gradient that is on its way down, and what it was when it set out.
-
-    torch's version counters see most changes of a gradient, but not those of ``GradScaler.unscale_`` nor what is
-    written through ``.data``. Those scale, and a norm tells.
-    """
+    """A gradient that is on its way down, and what it was when it set out."""
 
     # Held, so that its memory is given to nobody while it is being read.
     tensor: torch.Tensor
-    versions: tuple[int, int]
-    norm: torch.Tensor
+    looks: tuple[Any, ...]
+    bits: Fingerprint
 
     @classmethod
     def of(cls, gradient: torch.Tensor) -> Gradient:
         """Note what a gradient is now."""
-        return cls(gradient, (gradient._version, local(gradient)._version), norms([local(gradient)])[0])
+        return cls(gradient, looks_of(gradient), Fingerprint(local(gradient)))
+
+    def is_at(self, gradient: torch.Tensor | None) -> bool:
+        """Whether a parameter's gradient lies in the same memory."""
+        return gradient is not None and local(gradient).data_ptr() == self.looks[0]
 
     def is_still(self, gradient: torch.Tensor | None) -> bool:
-        """Whether a parameter's gradient is this one, unchanged."""
-        if gradient is None or local(gradient).data_ptr() != local(self.tensor).data_ptr():
-            return False
-        return self.versions == (gradient._version, local(gradient)._version)
+        """Whether a parameter's gradient is this one, unchanged as far as can be seen without looking at its bits."""
+        return gradient is not None and looks_of(gradient) == self.looks
 
 
-def norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the norm of each tensor, the same bits for the same numbers whatever the others are."""
-    found: dict[int, torch.Tensor] = {}
-    for dtype in DTYPES:
-        places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        if places:
-            of = torch._foreach_norm([tensors[i] for i in places], 2.0, dtype=torch.float32)
-            found.update(zip(places, of, strict=True))
-    return [found[i] for i in range(len(tensors))]
+def looks_of(gradient: torch.Tensor) -> tuple[Any, ...]:
+    """Return where a gradient lies, in what order and type, and how often torch saw it changed."""
+    inner = local(gradient)
+    return inner.data_ptr(), inner.shape, inner.stride(), inner.dtype, gradient._version, inner._version
 
 
 @dataclass
@@ -63,8 +57,8 @@ class Landed:
     gradients: dict[int, tuple[torch.Tensor, tuple[int, int], Gradient]] = field(default_factory=dict)
     active: bool = False
     hooked: dict[int, Any] = field(default_factory=dict)
-    # The parameters that were found to be nobody's who reduces gradients later.
-    checked: list[torch.Tensor] | None = None
+    # The parameters that were found to be nobody's who reduces gradients later, and how many such there had been.
+    checked: tuple[list[torch.Tensor], int] | None = None
 
     def check(self, engine: _core.Engine) -> None:
         """Have those brought down again that were changed since: clipped, unscaled or accumulated into."""
@@ -76,12 +70,18 @@ class Landed:
                 engine.finish_landing(home)
         if not kept:
             return
-        now = torch.stack(norms([local(gradient.tensor) for _, gradient in kept]))
-        then = torch.stack([gradient.norm for _, gradient in kept])
         # One wait for the device; the step is about to wait for it anyway.
-        for (home, _), differs in zip(kept, (now != then).tolist(), strict=True):
+        changed = Fingerprint.changed([gradient.bits for _, gradient in kept])
+        for (home, _), differs in zip(kept, changed, strict=True):
             if differs:
                 engine.finish_landing(home)
+
+    def let_go(self, engine: _core.Engine, parameter: torch.Tensor) -> None:
+        """Let go of a gradient that its parameter no longer has, once nobody reads it any more."""
+        known = self.gradients.get(id(parameter))
+        if known is not None and not known[2].is_at(parameter.grad):
+            engine.finish_landing(known[1])
+            del self.gradients[id(parameter)]
 
     def forget(self, engine: _core.Engine) -> None:
         """Let go of all of them, once nobody reads them any more."""
@@ -91,9 +91,14 @@ class Landed:
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
-        for handle in self.hooked.values():
-            handle.remove()
-        self.hooked.clear()
+        take_off(self.hooked)
+
+
+def take_off(hooked: dict[int, Any]) -> None:
+    """Remove hooks."""
+    for handle in hooked.values():
+        handle.remove()
+    hooked.clear()
 
 
 @contextmanager
@@ -111,15 +116,18 @@ def last_backward(optimizer: AdamW) -> Iterator[None]:
     optimizer.prepare()
     engine, compute = optimizer._open()
     parameters = optimizer._flatten().parameters
-    if landed.checked is not parameters:
+    if landed.checked is None or landed.checked[0] is not parameters or landed.checked[1] != late_reducers():
         refuse_late_reduction(parameters)
-        landed.checked = parameters
+        landed.checked = (parameters, late_reducers())
     for number, store in enumerate(optimizer._stores):
         sizes = [
             inner.numel() * inner.element_size() if inner.device == compute and travels(optimizer, inner) else 0
             for inner in map(local, store.parameters)
         ]
         engine.open_landing(number, sizes, options.pinned_budget_bytes)
+    if not landed.hooked:
+        # Also where nobody closes it. At exit there is nobody to tidy up for.
+        weakref.finalize(optimizer, take_off, landed.hooked).atexit = False
     for parameter in parameters:
         if parameter.requires_grad and id(parameter) not in landed.hooked:
             register: Any = parameter.register_post_accumulate_grad_hook
@@ -150,7 +158,10 @@ def hook(reference: weakref.ref[AdamW]) -> Any:
             return
         landed, gradient = optimizer._landed, parameter.grad
         home = optimizer._homes.get(id(parameter))
-        if not landed.active or gradient is None or home is None or optimizer._engine is None:
+        if home is None or optimizer._engine is None:
+            return
+        landed.let_go(optimizer._engine, parameter)
+        if not landed.active or gradient is None:
             return
         number, index = home
         inner = local(gradient)
@@ -159,12 +170,14 @@ def hook(reference: weakref.ref[AdamW]) -> Any:
         # What the step would have to copy or refuse is left to the step.
         fits = (
             compute is not None
+            and is_placed_like(parameter, gradient)
             and inner.layout == torch.strided
             and inner.device == compute
             and inner.dtype in DTYPES
             and inner.shape == store.shapes[index]
             and (inner.stride() == store.strides[index] or inner.numel() <= 1)
             and not inner.is_neg()
+            and inner.untyped_storage().data_ptr() % 8 == 0
             and inner.numel() > 0
             and travels(optimizer, inner)
         )
@@ -179,18 +192,48 @@ def hook(reference: weakref.ref[AdamW]) -> Any:
     return land
 
 
+class Reducers:
+    """How many modules that reduce gradients late have taken a module in, counted from the first question on.
+
+    Looking for them goes through all objects there are, so it is done again only when there may be another.
+    """
+
+    count: int | None = None
+
+    @classmethod
+    def note(cls, module: torch.nn.Module, _name: str, _taken: Any) -> None:
+        """Count one: torch calls this when a module is given another."""
+        if isinstance(module, late()):
+            cls.count = (cls.count or 0) + 1
+
+
+def late_reducers() -> int:
+    """Return how many there have been, as far as is known; 0 in a process that is not one of several."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 0
+    if Reducers.count is None:
+        Reducers.count = 0
+        torch.nn.modules.module.register_module_module_registration_hook(Reducers.note)
+    return Reducers.count
+
+
+def late() -> tuple[type, ...]:
+    """Return the modules that reduce gradients after the hooks have seen them."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel, FullyShardedDataParallel
+
+
 def refuse_late_reduction(parameters: list[torch.Tensor]) -> None:
     """Refuse parameters of modules that reduce gradients after the hooks have seen them."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.nn.parallel import DistributedDataParallel
-
     mine = set(map(id, parameters))
     for module in gc.get_objects():
         # By type: some objects run code of their own when they are asked for their class.
-        if not issubclass(type(module), (DistributedDataParallel, FullyShardedDataParallel)):
+        if not issubclass(type(module), late()):
             continue
         if any(id(parameter) in mine for parameter in module.parameters()):
             raise OptionError(

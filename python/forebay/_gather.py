@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from forebay._torch import check_overlap, dense_strides, in_order, local, locals_of, look, look_with_gradients
+from forebay._torch import (
+    check_overlap,
+    dense_strides,
+    in_order,
+    local,
+    locals_of,
+    look,
+    look_with_gradients,
+    placed_like,
+)
 
 if TYPE_CHECKING:
     from forebay._core import Looked
@@ -100,10 +109,10 @@ class Found:
             self.gradients, kept, *looked = at_once
             self.looked = (looked[0], looked[1])
         else:
-            gradients = [parameter.grad for parameter in flat.parameters]
-            self.gradients = [gradient for gradient in gradients if gradient is not None]
+            gradients = [(parameter, parameter.grad) for parameter in flat.parameters]
+            self.gradients = [placed_like(parameter, found) for parameter, found in gradients if found is not None]
             every = len(self.gradients) == len(gradients)
-            kept = None if every else [i for i, gradient in enumerate(gradients) if gradient is not None]
+            kept = None if every else [i for i, (_, gradient) in enumerate(gradients) if gradient is not None]
         if kept is not None:
             self.whole = False
             self.parameters = [flat.parameters[i] for i in kept]

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forebay._torch import is_dtensor, local
+from forebay._torch import check_memory, is_dtensor, local
 from forebay.errors import OptionError
 
 if TYPE_CHECKING:
+    from collections.abc import Container
+
     from forebay.optim import AdamW
 
 KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
@@ -46,16 +48,13 @@ def load(optimizer: AdamW, state_dict: dict[str, Any]) -> None:
     except BaseException:
         optimizer.param_groups = earlier
         raise
-    mine = {
-        local(value).untyped_storage().data_ptr() for state in dict.values(optimizer.state) for value in state.values()
-    }
     loaded = set()
     # A source may be another parameter's live state: take such ones aside first.
     sources = [
         (
             parameter,
             {
-                kind: _aside(value, mine, dict.get(optimizer.state, parameter, {}).get(kind))
+                kind: _aside(value, optimizer.state.storages, dict.get(optimizer.state, parameter, {}).get(kind))
                 for kind, value in state.items()
             },
         )
@@ -64,9 +63,11 @@ def load(optimizer: AdamW, state_dict: dict[str, Any]) -> None:
     for parameter, state in sources:
         loaded.add(id(parameter))
         optimizer._fill(parameter, state)
-    for parameter in dict.keys(optimizer.state):
-        if id(parameter) not in loaded:
+    for parameter in list(optimizer.state):
+        if id(parameter) in optimizer.state.places and id(parameter) not in loaded:
             optimizer._fill(parameter, {})
+        elif id(parameter) not in loaded:
+            del optimizer.state[parameter]
     optimizer._distrusted = None
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
@@ -101,33 +102,62 @@ def _check_loaded(
                     raise OptionError(f"{name} has state {kind!r} in the state dict, which is not AdamW's")
                 if kind == "step":
                     continue
-                _check_layout(name, parameter, kind, value)
+                check_layout(name, parameter, kind, value)
             pairs.append((parameter, state))
     return pairs
 
 
-def _check_layout(name: str, parameter: torch.Tensor, kind: str, value: Any) -> None:
+def check_layout(name: str, parameter: torch.Tensor, kind: str, value: Any, source: str = " in the state dict") -> None:
     """Refuse a tensor that is not the parameter's state: of another shape, or cut over the ranks in another way."""
-    same = local(value).shape == local(parameter).shape
-    if same and is_dtensor(value):
-        same = value.shape == parameter.shape and value.placements == getattr(parameter, "placements", value.placements)
-    if same:
+    if fits(parameter, value):
         return
+    if not isinstance(value, torch.Tensor):
+        raise OptionError(f"{name} has a {type(value).__name__} as its {kind}{source}; give a tensor of its shape")
     if value.shape != parameter.shape:
-        raise OptionError(
-            f"{name} has shape {tuple(parameter.shape)}, its {kind} in the state dict {tuple(value.shape)}"
-        )
+        raise OptionError(f"{name} has shape {tuple(parameter.shape)}, its {kind}{source} {tuple(value.shape)}")
     raise OptionError(
-        f"{name} is {_layout(parameter)} on this rank, its {kind} in the state dict {_layout(value)}; load it with "
+        f"{name} is {_layout(parameter)} on this rank, its {kind}{source} {_layout(value)}; load it with "
         "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
     )
+
+
+def fits(parameter: torch.Tensor, value: Any) -> bool:
+    """Whether a value can be a parameter's state: it has the shape, and lies over the ranks alike."""
+    if not isinstance(value, torch.Tensor) or local(value).shape != local(parameter).shape:
+        return False
+    placements = getattr(value, "placements", None)
+    return placements is None or (
+        value.shape == parameter.shape and placements == getattr(parameter, "placements", placements)
+    )
+
+
+def check_assigned(optimizer: AdamW, parameter: torch.Tensor, kind: str, value: Any) -> None:
+    """Refuse what cannot be copied into a parameter's state."""
+    state = optimizer.state
+    view = state.places.get(id(parameter), {}).get(kind)
+    if view is None:
+        return
+    if kind == "step":
+        one = local(value).numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, (int, float))
+        if not one or not 0 <= float(value) < float("inf"):
+            raise OptionError(f"invalid step of {optimizer._name_of(parameter)}: {value!r}; give a number of steps")
+        return
+    if not fits(parameter, value):
+        check_layout(optimizer._name_of(parameter), parameter, kind, value, " as assigned")
+    check_memory(local(view), f"{kind} of a parameter")
+    owner = state.owner(value)
+    if owner not in (None, (id(parameter), kind)):
+        # It would be overwritten with its own next step, and a swap of two would lose one of them.
+        raise OptionError(
+            f"{kind} of {optimizer._name_of(parameter)} is to be state of this optimizer at another place; give a clone"
+        )
 
 
 def _layout(tensor: Any) -> str:
     return f"{tensor.placements if is_dtensor(tensor) else 'unsharded'} with shape {tuple(local(tensor).shape)}"
 
 
-def _aside(value: Any, mine: set[int], destination: Any) -> Any:
+def _aside(value: Any, mine: Container[int], destination: Any) -> Any:
     """Return the value, or a copy of it where it is live state of this optimizer at another place."""
     if not isinstance(value, torch.Tensor) or local(value).numel() == 0:
         return value
@@ -142,6 +172,10 @@ def copy_into(value: Any, view: torch.Tensor) -> None:
     if not isinstance(value, torch.Tensor):
         target.fill_(value)
         return
-    source = local(value)
-    if source.data_ptr() != target.data_ptr() or source.dtype != target.dtype or target.numel() == 0:
-        target.copy_(source.reshape(target.shape))
+    source = local(value).detach()
+    if source.data_ptr() == target.data_ptr() and source.dtype == target.dtype and source.stride() == target.stride():
+        return
+    if target.numel() and source.untyped_storage().data_ptr() == target.untyped_storage().data_ptr():
+        # The same memory in another order: a transposed square, say.
+        source = source.clone()
+    target.copy_(source.reshape(target.shape))

@@ -36,12 +36,47 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with the bytes: a DTensor's local one, or the tensor itself.
+    """Return the tensor with the bytes: a DTensor's local one, what a collective still makes, or the tensor itself.
 
     Reads the attribute instead of calling ``to_local``, which is differentiable and 25 times slower.
     """
-    inner = getattr(tensor, "_local_tensor", None) if is_dtensor(tensor) else None
-    return tensor if inner is None else inner
+    if type(tensor) in _PLAIN:
+        return tensor
+    inner: Any = getattr(tensor, "_local_tensor", None)
+    inner = tensor if inner is None else inner
+    if type(inner) in _PLAIN:
+        return inner  # type: ignore[no-any-return]
+    # The result of a functional collective waits for it at its first use, which this is.
+    wait = getattr(inner, "trigger_wait", None)
+    found: torch.Tensor = inner if wait is None else wait()
+    return found
+
+
+def is_placed_like(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether a gradient lies over the ranks as its parameter does."""
+    if not is_dtensor(gradient):
+        return True
+    ours, theirs = getattr(parameter, "_spec", None), gradient._spec  # type: ignore[attr-defined]
+    # FSDP2 gives both the same one.
+    return ours is theirs or (ours is not None and ours.mesh == theirs.mesh and ours.placements == theirs.placements)
+
+
+def placed_like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return a gradient that lies over the ranks as its parameter does.
+
+    Sequence parallelism leaves the gradients of replicated weights as parts that are still to be summed.
+    """
+    if is_placed_like(parameter, gradient):
+        return gradient if is_dtensor(gradient) else local(gradient)
+    ours, theirs = getattr(parameter, "_spec", None), gradient._spec  # type: ignore[attr-defined]
+    if ours is None or ours.mesh != theirs.mesh:
+        kind = "a plain tensor" if ours is None else f"a DTensor over {ours.mesh}"
+        raise OptionError(
+            f"a parameter of shape {tuple(parameter.shape)} is {kind}, its gradient a DTensor over {theirs.mesh}; give "
+            "it a gradient like itself"
+        )
+    placed: torch.Tensor = gradient.redistribute(placements=ours.placements)  # type: ignore[attr-defined]
+    return placed
 
 
 def locals_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -209,8 +244,18 @@ def check_overlap(tensor: torch.Tensor, name: str) -> None:
 
 
 def check_memory(tensor: torch.Tensor, name: str) -> None:
-    """Refuse a tensor whose memory was taken away."""
-    if tensor.numel() and not tensor.data_ptr():
+    """Refuse a tensor whose memory was taken away, or that never had any of its own."""
+    if not tensor.numel():
+        return
+    try:
+        found = tensor.data_ptr()
+    except RuntimeError:
+        found = 0
+    if not found and type(tensor) not in _PLAIN:
+        raise OptionError(
+            f"{name} is a {type(tensor).__name__}; forebay.AdamW takes plain tensors and DTensors of them"
+        )
+    if not found:
         raise OptionError(f"{name} has no memory; give it back before the step")
 
 

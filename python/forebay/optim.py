@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,8 +13,8 @@ from forebay import _core
 from forebay._arguments import Options, check_numbers, check_options
 from forebay._backward import Landed, last_backward
 from forebay._gather import Flat, Found, Store
-from forebay._loading import KINDS, copy_into, load
-from forebay._state import State
+from forebay._loading import KINDS, check_assigned, check_layout, copy_into, load
+from forebay._state import Kept, State
 from forebay._torch import (
     address,
     bump_versions,
@@ -125,17 +126,19 @@ class AdamW(torch.optim.Optimizer):
         )
         self._set_up(options)
         super().__init__(params, defaults)
-        self.state = State(self._settle)
         self._choose_device()
 
     def _set_up(self, options: Options) -> None:
         AdamW.alive.add(self)
         self._options = options
+        self._state = State(self)
         # Why the state cannot be trusted: what broke off in the middle, and with what.
         self._distrusted: str | None = None
         # What the parameters of the last step were: no two of them share memory.
         self._apart: _core.Looked | None = None
         self._engine: _core.Engine | None = None
+        # The process that opened it.
+        self._process = 0
         self._compute: torch.device | None = None
         self._stores: list[Store] = []
         self._homes: dict[int, tuple[int, int]] = {}
@@ -203,8 +206,23 @@ class AdamW(torch.optim.Optimizer):
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
         if loaded is not None:
-            self.state = State(self._settle)
-            self.state.update(loaded)
+            self.state = loaded
+
+    @property  # type: ignore[override]
+    def state(self) -> State:
+        """A parameter's state by parameter. Reading waits for its stores, and what is written is what counts."""
+        return self._state
+
+    @state.setter
+    def state(self, values: Any) -> None:
+        if values is not self._state:
+            self._state.replace(values)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return state and groups as in torch. The tensors are the live ones, the dicts around them are not."""
+        packed = super().state_dict()
+        state = packed.get("state", {})
+        return {**packed, "state": {key: dict(of) if isinstance(of, Kept) else of for key, of in state.items()}}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -224,6 +242,7 @@ class AdamW(torch.optim.Optimizer):
         engine, compute = self._open()
         found = self._collect(compute)
         if not found.parameters:
+            self._landed.forget(engine)
             return loss
         scale = self._clip(found.gradients, compute)
         if scale is False:
@@ -250,6 +269,12 @@ class AdamW(torch.optim.Optimizer):
             original.copy_(copy)
         self._step_s = time.perf_counter() - start
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch. Gradients that came down for a step that was left out are let go of too."""
+        super().zero_grad(set_to_none)
+        if self._engine is not None and not self._is_inherited():
+            self._landed.forget(self._engine)
 
     def _collect(self, compute: torch.device) -> Found:
         """Return the parameters that have a gradient, checked before anything is changed."""
@@ -373,7 +398,7 @@ class AdamW(torch.optim.Optimizer):
         self._check_apart(found)
         engine.update_resident(found.tensors(), addresses, steps, groups, stream_handle(compute), scale)
         for state in states:
-            state["step"] += 1
+            state["step"].add_(1)
 
     # Creating state.
 
@@ -390,8 +415,13 @@ class AdamW(torch.optim.Optimizer):
             compute = self._choose_device()
             name = "cpu" if compute.type == "cpu" else f"cuda:{compute.index or 0}"
             self._engine = _core.Engine(name, self._options.slots, self._options.chunk_bytes)
+            self._process = os.getpid()
             self._compute = compute
         assert self._compute is not None
+        if self._is_inherited():
+            raise DeviceError(
+                "this optimizer was used before fork() and does not work in the child; make another there"
+            )
         if self._compute.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise DeviceError("forebay.AdamW.step cannot be captured into a CUDA graph; call it outside the capture")
         return self._engine, self._compute
@@ -415,7 +445,8 @@ class AdamW(torch.optim.Optimizer):
     def _create(self, flat: Flat, found: list[torch.Tensor]) -> None:
         """Create state for all parameters that can have a gradient and have none yet."""
         kinds = [bool(group["amsgrad"]) for group in self.param_groups]
-        if flat.created == kinds and (flat.complete or self._homes.keys() >= set(map(id, found))):
+        known = flat.complete or self._homes.keys() >= set(map(id, found))
+        if flat.created == kinds and known and not self.state.edited:
             return
         self._check_kinds(self.param_groups)
         wanted = {id(parameter) for parameter in found}
@@ -424,22 +455,28 @@ class AdamW(torch.optim.Optimizer):
         amsgrad: list[bool] = []
         for index, group in enumerate(self.param_groups):
             for position, parameter in enumerate(group["params"]):
-                known = id(parameter) in self._homes or id(parameter) in new
-                if not known and (parameter.requires_grad or id(parameter) in wanted):
-                    check_parameter(parameter, self._name(index, position))
+                if id(parameter) in self._homes:
+                    self.state.complete(parameter)
+                elif id(parameter) not in new and (parameter.requires_grad or id(parameter) in wanted):
+                    name = self._name(index, position)
+                    check_parameter(parameter, name)
+                    for kind, value in dict.get(self.state, parameter, {}).items():
+                        if kind in KINDS:
+                            check_layout(name, parameter, kind, value, " as assigned")
                     new[id(parameter)] = parameter
-                    names.append(self._name(index, position))
+                    names.append(name)
                     amsgrad.append(kinds[index])
         if new:
             create = self._create_resident if self._options.placement == "resident" else self._create_streamed
             create(list(new.values()), names, amsgrad)
+        self.state.edited = False
         flat.settle(kinds, self._stores, self._homes)
 
     def _check_kinds(self, groups: list[dict[str, Any]]) -> None:
         """Refuse groups that ask for other state than was created."""
         for index, group in enumerate(groups):
             for parameter in group["params"]:
-                kept = "max_exp_avg_sq" in dict.get(self.state, parameter, {})
+                kept = "max_exp_avg_sq" in self.state.places.get(id(parameter), {})
                 if id(parameter) in self._homes and kept != bool(group["amsgrad"]):
                     raise OptionError(
                         f"amsgrad was switched {'off' if kept else 'on'} for group {index} after its state was "
@@ -517,25 +554,53 @@ class AdamW(torch.optim.Optimizer):
 
     def _adopt(self, parameter: torch.Tensor, views: dict[str, Any], earlier: dict[str, Any]) -> None:
         """Make the views a parameter's state, with the values of state that came before it."""
-        dict.__setitem__(self.state, parameter, views)
+        self.state.place(parameter, views)
         self._fill(parameter, earlier, zeroed=True)
 
     def _fill(self, parameter: torch.Tensor, values: dict[str, Any], *, zeroed: bool = False) -> None:
         """Copy values into a parameter's state; what they do not have starts anew, from zeros that may be there."""
         self._fresh.pop(id(parameter), None)
-        for kind, view in dict.__getitem__(self.state, parameter).items():
+        for kind, view in self.state.places[id(parameter)].items():
             if kind in values:
                 copy_into(values[kind], view)
-                continue
-            if not zeroed:
-                local(view).zero_()
-            if kind == "master_param":
-                self._fresh[id(parameter)] = parameter
+            else:
+                self._start_anew(parameter, kind, zeroed=zeroed)
+
+    def _start_anew(self, parameter: torch.Tensor, kind: str, *, zeroed: bool = False) -> None:
+        """Let one kind of a parameter's state be as before its first step."""
+        if not zeroed:
+            local(self.state.places[id(parameter)][kind]).zero_()
+        if kind == "master_param":
+            self._fresh[id(parameter)] = parameter
+
+    @torch.no_grad()
+    def _assign(self, parameter: torch.Tensor, kind: str, value: Any) -> None:
+        """Copy a value into a parameter's state, as its user asks."""
+        check_assigned(self, parameter, kind, value)
+        self._settle(parameter)
+        self._protect()
+        copy_into(value, self.state.places[id(parameter)][kind])
+
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        for index, group in enumerate(self.param_groups):
+            for position, one in enumerate(group["params"]):
+                if one is parameter:
+                    return self._name(index, position)
+        return f"a parameter of shape {tuple(parameter.shape)}"
 
     # Reading state.
 
+    def _is_inherited(self) -> bool:
+        """Whether this is a forked child, in which the engine's threads and memory are not."""
+        return self._engine is not None and self._process != os.getpid()
+
     def _settle(self, parameter: torch.Tensor | None) -> None:
         """Wait for the stores into a parameter's state, or for all of them."""
+        if self._stores and self._is_inherited():
+            raise DeviceError(
+                "this optimizer was used before fork(), and its pinned state is not there in the child; read it in the "
+                "parent, or make another optimizer in the child"
+            )
         if self._engine is not None and not self._closed:
             if parameter is None:
                 self._engine.synchronize()
@@ -548,7 +613,7 @@ class AdamW(torch.optim.Optimizer):
             for fresh in asked:
                 if fresh is not None:
                     del self._fresh[id(fresh)]
-                    follow_weight(local(dict.__getitem__(self.state, fresh)["master_param"]), local(fresh).detach())
+                    follow_weight(local(self.state.places[id(fresh)]["master_param"]), local(fresh).detach())
 
     def _protect(self) -> None:
         """Wait until state may be written here, as far as a save under way is concerned."""
@@ -569,7 +634,7 @@ class AdamW(torch.optim.Optimizer):
         self._protect()
         for group in self.param_groups:
             for parameter in group["params"]:
-                master = dict.get(self.state, parameter, {}).get("master_param")
+                master = self.state.places.get(id(parameter), {}).get("master_param")
                 if master is not None:
                     follow_weight(local(master), local(parameter).detach())
 
@@ -649,7 +714,8 @@ class AdamW(torch.optim.Optimizer):
     def close(self) -> None:
         """Give ring and pinned memory back. State that is still held stays readable, and keeps its memory."""
         if self._engine is not None and not self._closed:
-            self._landed.forget(self._engine)
+            if not self._is_inherited():
+                self._landed.forget(self._engine)
             self._engine.close()
         self._landed.close()
         self._closed = True

@@ -73,3 +73,15 @@ def gradients_during_backward_are_refused() -> None:
     backward(wrapped, 0)
     optimizer.step()
     assert_same_on_all_ranks(net.parameters())
+
+
+@case(2)
+def gradients_during_backward_are_refused_of_models_wrapped_later() -> None:
+    net = make()
+    optimizer = adamw(net, "host")
+    with optimizer.last_backward():
+        backward(net, 0)
+    optimizer.zero_grad()
+    wrapped = DistributedDataParallel(net)
+    with pytest.raises(forebay.OptionError, match="DistributedDataParallel"), optimizer.last_backward():
+        backward(wrapped, 0)

@@ -28,6 +28,7 @@ MODULES = {
     "cuda": ("dist_cases_cuda", "dist_cases_sleep_cuda"),
     "checkpoint": ("dist_cases_checkpoint", "dist_cases_checkpoint_failures", "dist_cases_checkpoint_killed"),
     "async": ("dist_cases_async", "dist_cases_async_calls", "dist_cases_async_killed"),
+    "placed": ("dist_cases_placed",),
 }
 """Where the cases are, by what the ranks need."""
 

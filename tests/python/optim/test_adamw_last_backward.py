@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -103,7 +104,32 @@ def drop(parameter: torch.nn.Parameter) -> None:
     parameter.grad = None
 
 
-@pytest.mark.parametrize("change", [unscale, replace, accumulate, drop])
+def negate(parameter: torch.nn.Parameter) -> None:
+    parameter.grad.data.neg_()
+
+
+def turn(parameter: torch.nn.Parameter) -> None:
+    parameter.grad.data.copy_(parameter.grad.flip(0))
+
+
+def exchange_two(parameter: torch.nn.Parameter) -> None:
+    first, last = parameter.grad.data.view(-1)[0].clone(), parameter.grad.data.view(-1)[-1].clone()
+    parameter.grad.data.view(-1)[0], parameter.grad.data.view(-1)[-1] = last, first
+
+
+def transpose(parameter: torch.nn.Parameter) -> None:
+    # As memory it is the same, at the same address.
+    parameter.grad = parameter.grad.t()
+
+
+def put_elsewhere(parameter: torch.nn.Parameter) -> None:
+    parameter.grad.data = parameter.grad.data * 2
+
+
+CHANGES = [unscale, replace, accumulate, drop, negate, turn, exchange_two, transpose, put_elsewhere]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_gradient_changed_afterwards_is_fetched_anew(
     device: torch.device, placed: dict[str, Any], change: Any
 ) -> None:
@@ -118,6 +144,7 @@ def test_a_gradient_changed_afterwards_is_fetched_anew(
                     loss_of(model, step, device).backward()
             else:
                 loss_of(model, step, device).backward()
+            # A square weight.
             change(parameters[2])
             optimizer.step()
             optimizer.zero_grad()
@@ -144,6 +171,110 @@ def test_a_scaler_that_unscales_afterwards_is_honoured(device: torch.device, pla
             optimizer.zero_grad()
         ends.append(snapshot(optimizer, parameters))
     assert_same(*ends)
+
+
+@pytest.mark.parametrize("scale", [1e-28, 1.0], ids=["tiny", "plain"])
+def test_gradients_too_small_for_a_norm_are_noticed(device: torch.device, placed: dict[str, Any], scale: float) -> None:
+    ends = []
+    for options in (placed, {}):
+        parameters = make([(40, 40), ()], device=device)
+        optimizer = forebay.AdamW(parameters, lr=1e-2, chunk_bytes=TINY, **options)
+        scaler = torch.amp.GradScaler(device.type, init_scale=2.0**16)
+        for _ in range(2):
+            loss = scaler.scale(sum((parameter * parameter).sum() for parameter in parameters) * scale)
+            with optimizer.last_backward() if options else nullcontext():
+                loss.backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        ends.append(snapshot(optimizer, parameters))
+    assert_same(*ends)
+
+
+# Memory that is held for the copies.
+
+
+def held_bytes(optimizer: forebay.AdamW) -> int:
+    return sum(gradient.tensor.nbytes for _, _, gradient in optimizer._landed.gradients.values())
+
+
+def landed(device: torch.device) -> tuple[list[torch.nn.Parameter], forebay.AdamW, Any]:
+    """Return parameters whose gradients are down or on their way, and what makes others."""
+    parameters = make([(1000,), (300, 5)], device=device)
+    optimizer = forebay.AdamW(parameters, placement="hybrid", host_fraction=0.7, chunk_bytes=TINY)
+
+    def backward() -> None:
+        sum((parameter * parameter).sum() for parameter in parameters).backward()
+
+    with optimizer.last_backward():
+        backward()
+    assert held_bytes(optimizer) == 4 * 2500
+    return parameters, optimizer, backward
+
+
+def test_gradients_of_a_step_left_out_are_let_go_of(device: torch.device) -> None:
+    parameters, optimizer, backward = landed(device)
+    optimizer.zero_grad()
+    assert held_bytes(optimizer) == 0
+    # The model's own zero_grad tells nobody: the next backward finds out, gradient by gradient.
+    with optimizer.last_backward():
+        backward()
+    for parameter in parameters:
+        parameter.grad = None
+    backward()
+    assert held_bytes(optimizer) == 0
+    with optimizer.last_backward():
+        pass
+    with optimizer.last_backward():
+        backward()
+    for parameter in parameters:
+        parameter.grad = None
+    optimizer.step()
+    assert held_bytes(optimizer) == 0
+
+
+def test_a_gradient_is_held_until_its_copy_has_ended(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Large and quick enough that copies would still be reading the gradients that were replaced.
+    elements = 4_000_000
+    parameter = torch.nn.Parameter(torch.zeros(elements, device=device))
+    optimizer = forebay.AdamW([parameter], placement="hybrid", host_fraction=0.5)
+    with optimizer.last_backward():
+        pass
+    (hook,) = parameter._post_accumulate_grad_hooks.values()
+    monkeypatch.setattr(forebay._backward, "Fingerprint", lambda _: None)
+    ended: list[Any] = []
+    finish = optimizer._engine.finish_landing
+
+    class Engine:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(engine, name)
+
+        def finish_landing(self, home: Any) -> None:
+            finish(home)
+            ended.append([known() is not None for known in held])
+
+    engine, optimizer._engine = optimizer._engine, Engine()
+    held: list[weakref.ref[Any]] = []
+    with optimizer.last_backward():
+        for value in range(20):
+            parameter.grad = torch.full_like(parameter, float(value))
+            held.append(weakref.ref(parameter.grad))
+            hook(parameter)
+            assert sum(known() is not None for known in held) == 1
+    # Each was there until the wait for its copy was over.
+    assert [alive[-2] for alive in ended if len(alive) > 1] == [True] * 19
+    optimizer._engine = engine
+
+
+def test_hooks_go_with_the_optimizer(device: torch.device, placed: dict[str, Any]) -> None:
+    model = model_of(device)
+    optimizer = forebay.AdamW(model.parameters(), **placed)
+    with optimizer.last_backward():
+        loss_of(model, 0, device).backward()
+    assert all(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    del optimizer
+    gc.collect()
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
 
 
 def test_a_backward_that_fails_leaves_nothing_behind(device: torch.device, placed: dict[str, Any]) -> None:

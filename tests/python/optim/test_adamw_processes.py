@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import warnings
@@ -215,6 +216,39 @@ def test_in_a_forked_child_the_optimizer_says_so_and_the_parent_goes_on(device: 
     assert "fork" in in_a_child(optimizer.step)
     train(optimizer, parameters, range(3, 6))
     assert_same(snapshot(optimizer, parameters), run(device=device))
+
+
+READS: dict[str, Any] = {
+    "state": lambda optimizer, parameter: optimizer.state[parameter]["exp_avg"].sum(),
+    "state_dict": lambda optimizer, _: optimizer.state_dict(),
+    "copy": lambda optimizer, _: copy.deepcopy(optimizer),
+    "write": lambda optimizer, parameter: optimizer.state[parameter].clear(),
+    "synchronize": lambda optimizer, _: optimizer.synchronize(),
+    "prepare": lambda optimizer, _: optimizer.prepare(),
+    "closed": lambda optimizer, parameter: (optimizer.close(), optimizer.state[parameter]),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_state_that_a_forked_child_does_not_have_is_not_read_there(device: torch.device, read: str) -> None:
+    parameters = make(device=device)
+    optimizer = forebay.AdamW(parameters, lr=1e-2)
+    train(optimizer, parameters, 1)
+    assert in_a_child(lambda: READS[read](optimizer, parameters[0])).startswith("DeviceError: this optimizer was used")
+
+
+def test_a_child_may_do_what_needs_no_state(device: torch.device) -> None:
+    parameters = make(device=device)
+    optimizer = forebay.AdamW(parameters, placement="hybrid", host_fraction=0.5)
+    with optimizer.last_backward():
+        sum(parameter.sum() for parameter in parameters).backward()
+
+    def tidy() -> str:
+        optimizer.zero_grad()
+        optimizer.close()
+        return f"fine, {len(optimizer.state)} parameters"
+
+    assert in_a_child(tidy) == f"fine, {len(parameters)} parameters"
 
 
 def test_a_child_may_end_and_collect_what_it_inherited(device: torch.device) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -229,6 +229,27 @@ def test_a_parameter_expanded_after_construction_is_refused(device: torch.device
     parameters[1].data = kept
     train(optimizer, parameters, range(2, 3))
     assert_same(snapshot(optimizer, parameters), run([(50,), (6,)], device=device, steps=3, lr=1e-3))
+
+
+class Wrapped(torch.Tensor):
+    """A tensor that keeps its numbers in another way: it has a shape, and no memory."""
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor) -> Self:
+        """Return one that looks like another tensor."""
+        return torch.Tensor._make_wrapper_subclass(cls, like.size(), dtype=like.dtype, device=like.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{function} of a Wrapped")
+
+
+def test_a_gradient_of_a_kind_without_memory_is_named(device: torch.device, placement: str) -> None:
+    parameters = make([(50,)], device=device)
+    optimizer = forebay.AdamW(parameters, placement=placement)
+    parameters[0].grad = Wrapped(parameters[0].detach())
+    with pytest.raises(forebay.OptionError, match="the gradient of parameter 0 of group 0 is a Wrapped"):
+        optimizer.step()
 
 
 def test_parameters_without_memory_are_refused(device: torch.device, placement: str) -> None:
