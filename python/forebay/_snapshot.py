@@ -230,7 +230,7 @@ def _to_host(device: torch.device, tensors: list[torch.Tensor]) -> list[torch.Te
     return [
         torch.frombuffer(view, dtype=tensor.dtype).view(tensor.shape)
         if tensor.numel()
-        else torch.empty(tensor.shape, dtype=tensor.dtype)
+        else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         for view, tensor in zip(views, tensors, strict=True)
     ]
 

@@ -453,7 +453,7 @@ class Reader(StorageReader):
             self._read_into([(item, target) for item, target, _ in direct], moved)
             batch: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
             for item, target, stored in staged:
-                batch.append((item, target, torch.empty(tuple(item.lengths), dtype=stored)))
+                batch.append((item, target, torch.empty(tuple(item.lengths), dtype=stored, device="cpu")))
                 if sum(buffer.nbytes for _, _, buffer in batch) >= STAGE_BYTES:
                     self._read_staged(batch, moved)
                     batch = []
@@ -495,7 +495,7 @@ class Reader(StorageReader):
         described = self._manifest["tensors"].get(name)
         if described is None:
             raise CheckpointError(f"{self._checkpoint.folder()}: a value names a tensor {name!r}, which is not there")
-        whole = torch.empty(described["shape"], dtype=_type(described["dtype"], name))
+        whole = torch.empty(described["shape"], dtype=_type(described["dtype"], name), device="cpu")
         parts = []
         for chunk in described["chunks"]:
             view = whole

@@ -236,7 +236,7 @@ def _end_earlier_on_all_ranks(when_busy: str) -> Any:
 def _on_any_rank(flag: bool, group: Any) -> bool:
     if group is None:
         return flag
-    flags = torch.tensor([flag], dtype=torch.int32)
+    flags = torch.tensor([flag], dtype=torch.int32, device="cpu")
     dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
     return bool(flags.item())
 

@@ -485,7 +485,7 @@ class AdamW(torch.optim.Optimizer):
             kinds = [*MOMENTS]
             kinds += ["max_exp_avg_sq"] if amsgrad[index] else []
             kinds += ["master_param"] if self._options.keeps_master(inner.dtype) else []
-            views: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32)}
+            views: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
             for kind in kinds:
                 data = torch.empty_strided(inner.shape, strides, dtype=torch.float32, device=inner.device).zero_()
                 views[kind] = state_like(parameter, data)
