@@ -54,7 +54,7 @@ class Snapshot:
         self.live: list[torch.Tensor] = []
         self.live_written = threading.Event()
         self.waits, self.waited_s = 0, 0.0
-        self.kept: list[_core.Snapshot] = []
+        self.kept: _core.Snapshot | None = None
         engines = [
             one._engine
             for one in optimizers
@@ -67,10 +67,8 @@ class Snapshot:
         room = max(room - sum(local(value).nbytes for value in replaced.values()), 0)
         self.state = _rebuilt(state, replaced)
         try:
-            # One budget for all of them, each by its size.
-            sizes = [engine.pinned_bytes() for engine in engines]
-            for engine, size in zip(engines, sizes, strict=True):
-                self.kept.append(engine.snapshot(room * size // max(sum(sizes), 1)))
+            # One for all engines, so that each finds room as long as there is any.
+            self.kept = _core.Snapshot(list(dict.fromkeys(engines)), room)
             _under_way.add(self)
             if self.live:
                 self._hold_steps()
@@ -124,13 +122,12 @@ class Snapshot:
 
     def copy_ahead(self, threads: int, bytes_per_s: float | None) -> None:
         """Copy pages aside in the background, before the next step comes."""
-        for kept in self.kept:
-            kept.copy_ahead(threads, bytes_per_s)
+        if self.kept is not None:
+            self.kept.copy_ahead(threads, bytes_per_s)
 
     def stats(self) -> dict[str, float | int]:
         """Return what it cost so far."""
-        totals = [sum(figures) for figures in zip(*(kept.stats() for kept in self.kept), strict=True)] or [0] * 5
-        copied, taken, stalls, stall_ns, pauses = totals
+        copied, taken, stalls, stall_ns, pauses = (0,) * 5 if self.kept is None else self.kept.stats()
         return {
             "copied_bytes": copied,
             "copy_memory_bytes": taken,
@@ -142,10 +139,10 @@ class Snapshot:
     def finish(self) -> None:
         """Keep nothing any longer."""
         self.live_written.set()
-        for kept in self.kept:
-            kept.finish()
+        if self.kept is not None:
+            self.kept.finish()
         # With these goes the memory of the copies.
-        self.kept, self.live, self.state = [], [], {}
+        self.kept, self.live, self.state = None, [], {}
 
 
 def _wait_for_live(optimizer: torch.optim.Optimizer, *_: Any) -> None:

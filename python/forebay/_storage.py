@@ -227,7 +227,7 @@ class Writer(StorageWriter):
         device = None if gpu is None else f"cuda:{gpu.index or 0}"
         stream = 0 if gpu is None else stream_handle(gpu)
         manner = {
-            "snapshots": self.snapshot.kept if self.snapshot is not None and is_last else [],
+            "snapshot": self.snapshot.kept if self.snapshot is not None and is_last else None,
             "bytes_per_s": self.bytes_per_s,
             "gives_way": self.snapshot is not None,
         }

@@ -346,6 +346,6 @@ print("saved")
 
 def test_a_snapshot_of_an_engine_without_state() -> None:
     engine = _core.Engine("cpu", 4, 1 << 16)
-    snapshot = engine.snapshot(0)
+    snapshot = _core.Snapshot([engine], 0)
     assert snapshot.is_safe()
     assert snapshot.stats() == (0, 0, 0, 0, 0)

@@ -25,7 +25,7 @@ from async_helpers import (
 )
 
 import forebay
-from forebay import checkpoint
+from forebay import _core, checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -272,7 +272,7 @@ def test_it_gives_way_and_a_plain_save_does_not(tmp_path: Path) -> None:
         plain = gate.manners[len(asynchronous) :]
         checkpoint.async_save(tmp_path, model, optimizers, write_gbps=2.5).result()
     assert all(manner["gives_way"] and manner["bytes_per_s"] is None for manner in asynchronous)
-    assert not any(manner["gives_way"] or manner["snapshots"] for manner in plain)
+    assert not any(manner["gives_way"] or manner["snapshot"] for manner in plain)
     assert gate.manners[-1]["bytes_per_s"] == 2.5e9
 
 
@@ -402,7 +402,7 @@ def test_a_snapshot_that_is_lost_holds_no_step() -> None:
     train(model, [optimizer], 0)
     assert isinstance(optimizer, forebay.AdamW)
     assert optimizer._engine is not None
-    lost = optimizer._engine.snapshot(0)
+    lost = _core.Snapshot([optimizer._engine], 0)
     lost.copy_ahead(1, None)
     assert not lost.is_safe()
     del lost
@@ -416,11 +416,13 @@ def test_memory_of_copies_is_given_back_at_the_end(tmp_path: Path) -> None:
     with held() as gate:
         handle = checkpoint.async_save(tmp_path, model, optimizers)
         train(model, optimizers, 1)
-        (kept,) = handle._snapshot.kept
+        kept = handle._snapshot.kept
+        assert kept is not None
         assert kept.stats()[1] >= 8 * ELEMENTS
+        del kept
         gate.open()
         handle.result()
     # The handle is still here, and holds nothing but numbers.
-    assert handle._snapshot.kept == []
+    assert handle._snapshot.kept is None
     assert handle._snapshot.state == {}
     assert handle.progress()["copied_bytes"] > 0
