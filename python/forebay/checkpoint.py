@@ -145,15 +145,22 @@ def async_save(
 
     State of ``forebay.AdamW`` in pinned memory is written from where it lies. Pages of it that a later step comes to
     before they are written are copied aside; beyond the budget that step waits. Everything else is copied before this
-    returns. Do not write into ``optimizer.state`` by hand before the save is complete; steps and loads are safe.
+    returns, as far as the budget goes. What it does not reach is written first: parameters and other state of the
+    optimizers after this has returned, with the next step waiting for it, and all else before.
+
+    Steps and loads of a checkpoint are safe. So is any change of what was copied. Parameters that were not copied must
+    not be changed by anything else (``model.load_state_dict``, averaged weights swapped in, ``max_norm`` of an
+    embedding) before the next step: torch counts such changes, and then the save fails with an error that names the
+    tensor. Changes that torch does not count are not noticed: through ``.data``, in a CUDA graph, and by hand in
+    ``optimizer.state`` of ``forebay.AdamW`` before the save is complete.
 
     Parameters
     ----------
     path, model, optimizer, extra, keep_last
         As in ``save``.
     snapshot_budget_bytes
-        The most host memory that copies may take; by default as much as they need, of what is available. It is kept
-        for the next save; ``release`` gives it back.
+        The most host memory that copies may take, of parameters, buffers and state together; by default as much as
+        they need, of what is available. It is kept for the next save; ``release`` gives it back.
     write_gbps
         Write no faster than this on each rank; by default as fast as the disk takes it.
     when_busy
@@ -185,6 +192,7 @@ def async_save(
         snapshot.finish()
         raise
     _earlier[:] = [handle]
+    snapshot.wait_for_loose()
     return handle
 
 

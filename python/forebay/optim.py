@@ -12,6 +12,7 @@ from forebay import _core
 from forebay._arguments import Options, check_numbers, check_options
 from forebay._backward import Landed, last_backward
 from forebay._gather import Flat, Found, Store
+from forebay._live import wait_for_live
 from forebay._loading import KINDS, copy_into, load
 from forebay._state import State
 from forebay._torch import (
@@ -529,6 +530,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _protect(self) -> None:
         """Wait until state may be written here, as far as a save under way is concerned."""
+        wait_for_live(self)
         if self._engine is not None and not self._closed:
             self._engine.protect_all()
 

@@ -231,7 +231,7 @@ def load_checkpoint(path: Path, model: Any, optimizer: Any) -> Any:
 def refresh(path: Path, model: Any, optimizer: Any) -> Any:
     def change() -> None:
         # The weights are copied, or written first; only then may this change them.
-        assert checkpoint._earlier[0]._snapshot.live_written.wait(20)
+        assert checkpoint._earlier[0]._snapshot.live.written.wait(20)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(1)
