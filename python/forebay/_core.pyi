@@ -187,7 +187,7 @@ class Engine:
     def stats(self, /) -> list[int]:
         """
         The last step in numbers, once its stores have ended: chunks, fetch_bytes, store_bytes, fetch_ns, update_ns,
-        store_ns, stalls, stall_ns.
+        store_ns, stalls, stall_ns; then how often it waited for a save, and for how many nanoseconds.
         """
     def step(self, /, tensors: SupportsGetItem[int, tuple[Looked, Looked, SupportsGetItem[int, SupportsIndex]]], groups: SupportsGetItem[int, tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, bool]], stream: SupportsIndex, grad_scale: SupportsIndex) -> None:
         """

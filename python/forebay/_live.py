@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _under_way: weakref.WeakSet[Live] = weakref.WeakSet()
 _of: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Live]] = weakref.WeakKeyDictionary()
 """For each optimizer that had to wait once: what it has to wait for."""
+_waited: weakref.WeakKeyDictionary[torch.optim.Optimizer, float] = weakref.WeakKeyDictionary()
+"""For each that waited in its last step: how many seconds."""
 
 
 class Live:
@@ -108,14 +110,21 @@ def wait_for_live(optimizer: torch.optim.Optimizer | None = None) -> None:
         live_of.written.wait()
 
 
+def waited_s(optimizer: torch.optim.Optimizer) -> float:
+    """Return how long an optimizer's last step waited for what is read where it lies."""
+    return _waited.get(optimizer, 0.0)
+
+
 def _live_of(optimizer: torch.optim.Optimizer) -> Live | None:
     found = _of.get(optimizer)
     return None if found is None else found()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    _waited.pop(optimizer, None)
     live = _live_of(optimizer)
     if live is not None and not live.written.is_set():
         start = time.perf_counter()
         live.written.wait()
-        live.stalls, live.stall_s = live.stalls + 1, live.stall_s + time.perf_counter() - start
+        _waited[optimizer] = waited = time.perf_counter() - start
+        live.stalls, live.stall_s = live.stalls + 1, live.stall_s + waited

@@ -417,7 +417,7 @@ impl Engine {
     }
 
     /// The last step in numbers, once its stores have ended: chunks, fetch_bytes, store_bytes, fetch_ns, update_ns,
-    /// store_ns, stalls, stall_ns.
+    /// store_ns, stalls, stall_ns; then how often it waited for a save, and for how many nanoseconds.
     fn stats(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
         guard::run(py, || {
             let inner = self.lock();
@@ -429,7 +429,9 @@ impl Engine {
                 }
             };
             let RunStats { chunks, fetch_bytes, store_bytes, fetch_ns, update_ns, store_ns, stalls, stall_ns } = stats;
-            Ok(vec![chunks, fetch_bytes, store_bytes, fetch_ns, update_ns, store_ns, stalls, stall_ns])
+            let waits = inner.stores.iter().map(|store| store.state().save_stalls());
+            let (saves, save_ns) = waits.fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
+            Ok(vec![chunks, fetch_bytes, store_bytes, fetch_ns, update_ns, store_ns, stalls, stall_ns, saves, save_ns])
         })
     }
 

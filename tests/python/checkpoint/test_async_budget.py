@@ -243,6 +243,24 @@ def test_two_snapshots_do_not_share_the_memory_of_parameters() -> None:
     checkpoint.release()
 
 
+def test_the_optimizer_tells_how_long_it_waited(tmp_path: Path) -> None:
+    model, (optimizer,) = build()
+    assert isinstance(optimizer, forebay.AdamW)
+    train(model, [optimizer], 0)
+    for budget in (0, 4 * ELEMENTS + 16):
+        with held() as gate:
+            handle = checkpoint.async_save(tmp_path, model, optimizer, snapshot_budget_bytes=budget)
+            assert bool(handle._snapshot.live.tensors) == (budget == 0)
+            gate.open(after_s=0.1)
+            train(model, [optimizer], 1)
+            stats = optimizer.stats()
+            handle.result()
+        assert stats["save_stalls"] == handle.progress()["stalls"] > 0
+        assert stats["save_stall_s"] == pytest.approx(handle.progress()["stall_s"])
+        train(model, [optimizer], 2)
+        assert (optimizer.stats()["save_stalls"], optimizer.stats()["save_stall_s"]) == (0, 0.0)
+
+
 def test_nothing_is_alive_after_a_save(tmp_path: Path) -> None:
     for budget in (None, 0):
         model, (optimizer,) = build()

@@ -145,7 +145,7 @@ impl Pages {
         !inner.is_over
     }
 
-    /// Returns what is to be done before a page may be changed, and how long that had to be waited for.
+    /// Returns what is to be done before a page may be changed, and how long the saver had to be waited for.
     pub(super) fn begin_protect(&self, number: usize, waits: bool) -> (Duty, Option<Duration>) {
         let mut inner = lock(&self.inner);
         let mut start = None;
@@ -167,7 +167,10 @@ impl Pages {
             if !waits {
                 break Duty::Busy;
             }
-            start.get_or_insert_with(Instant::now);
+            // Whoever is copying the page does what would have to be done here.
+            if page.state == State::Live {
+                start.get_or_insert_with(Instant::now);
+            }
             if inner.free.is_empty() && !inner.is_awaited {
                 inner.is_awaited = true;
                 self.changed.notify_all();

@@ -246,16 +246,20 @@ impl Snapshot {
     }
 
     /// Returns when a region may be written. Pages that are still needed are copied aside, or waited for. Where a copy
-    /// fails, the snapshot is given up: a save may fail for lack of memory, a step may not.
-    pub fn protect(&self, region: &Region) {
+    /// fails, the snapshot is given up: a save may fail for lack of memory, a step may not. Says how often it waited, and
+    /// for how many nanoseconds.
+    pub fn protect(&self, region: &Region) -> (u64, u64) {
+        let (mut stalls, mut stall_ns) = (0, 0);
         for part in self.parts(region) {
             let (duty, waited) = self.pages.begin_protect(part.page, true);
             if let Some(waited) = waited {
-                self.stalls.fetch_add(1, Relaxed);
-                self.stall_ns.fetch_add(waited.as_nanos() as u64, Relaxed);
+                (stalls, stall_ns) = (stalls + 1, stall_ns + waited.as_nanos() as u64);
             }
             self.fulfil(part.page, duty);
         }
+        self.stalls.fetch_add(stalls, Relaxed);
+        self.stall_ns.fetch_add(stall_ns, Relaxed);
+        (stalls, stall_ns)
     }
 
     fn fulfil(&self, page: usize, duty: Duty) {
