@@ -139,6 +139,7 @@ def async_save(
     keep_last: int | None = None,
     snapshot_budget_bytes: int | None = None,
     write_gbps: float | None = None,
+    copy_gbps: float | None = None,
     when_busy: str = "wait",
 ) -> Handle:
     """Save as ``save`` does, of the state at this moment, while training goes on. All ranks call it.
@@ -163,6 +164,9 @@ def async_save(
         they need, of what is available. It is kept for the next save; ``release`` gives it back.
     write_gbps
         Write no faster than this on each rank; by default as fast as the disk takes it.
+    copy_gbps
+        Copy state aside no faster than this between steps, on each rank; by default as fast as memory is. A step that
+        comes to state which is not copied yet copies it by itself.
     when_busy
         What to do while an earlier save is under way: ``"wait"`` for it, or ``"refuse"``.
     """
@@ -170,8 +174,9 @@ def async_save(
         raise OptionError(f"invalid when_busy: {when_busy!r}; use 'wait' or 'refuse'")
     if snapshot_budget_bytes is not None and (type(snapshot_budget_bytes) is not int or snapshot_budget_bytes < 0):
         raise OptionError(f"invalid snapshot_budget_bytes: {snapshot_budget_bytes!r}; use 0 or more, or None")
-    if write_gbps is not None and not write_gbps > 0:
-        raise OptionError(f"invalid write_gbps: {write_gbps!r}; use a positive number, or None")
+    for option, gbps in (("write_gbps", write_gbps), ("copy_gbps", copy_gbps)):
+        if gbps is not None and not gbps > 0:
+            raise OptionError(f"invalid {option}: {gbps!r}; use a positive number, or None")
     optimizers = _optimizers(optimizer)
     writer = _writer(path, keep_last, optimizers)
     # As things are now: whatever is loaded from here on does not mend what is saved.
@@ -185,7 +190,8 @@ def async_save(
         writer.bytes_per_s = None if write_gbps is None else write_gbps * 1e9
         leaves, _ = flatten_state_dict(snapshot.state)
         total = sum(local(value).nbytes for value in leaves.values() if isinstance(value, torch.Tensor))
-        snapshot.copy_ahead(max(min((os.cpu_count() or 2) // 2, 8), 1), None)
+        threads = max(min((os.cpu_count() or 2) // 2, 8), 1)
+        snapshot.copy_ahead(threads, None if copy_gbps is None else copy_gbps * 1e9)
         handle = Handle(snapshot, lambda: _write(snapshot.state, writer, group), total, writer.moved)
     except BaseException:
         # Nobody will write it, so no step may wait for it.

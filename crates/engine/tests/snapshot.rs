@@ -27,6 +27,7 @@ on_devices! {
         the_saver_gives_way_to_a_step_that_does_not_need_it,
         a_step_comes_to_pages_that_nobody_will_write,
         copiers_share_the_pages_and_end,
+        a_copier_held_to_a_rate_ends_with_the_snapshot,
         states_of_several_optimizers_share_pages_and_blocks,
         a_copy_that_fails_ends_the_snapshot_and_not_the_step,
         the_memory_goes_with_the_snapshot,
@@ -481,6 +482,23 @@ fn copiers_share_the_pages_and_end(on: &Subject) {
         copying.into_iter().for_each(|thread| thread.join().unwrap());
     });
     assert!(snapshot.stats().block_bytes <= 256);
+}
+
+/// A byte a second: it copies one page, and rests for longer than this test lasts.
+fn a_copier_held_to_a_rate_ends_with_the_snapshot(on: &Subject) {
+    let rig = rig(on);
+    let snapshot = snapshot(&rig, 256, u64::MAX);
+    let (end, ended) = channel::<()>();
+    let mine = snapshot.clone();
+    let copying = std::thread::spawn(move || {
+        mine.copy_ahead(0, 1, Some(1.0));
+        drop(end);
+    });
+    assert_eq!(ended.recv_timeout(Duration::from_millis(100)), Err(RecvTimeoutError::Timeout));
+    assert_eq!(snapshot.stats().copied_bytes, 256);
+    snapshot.finish();
+    assert_eq!(ended.recv_timeout(Duration::from_secs(20)), Err(RecvTimeoutError::Disconnected));
+    copying.join().unwrap();
 }
 
 /// Whoever steps gets the blocks, however small its part is; and a page may have the end of one state and all of another.

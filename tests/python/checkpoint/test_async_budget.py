@@ -261,6 +261,14 @@ def test_the_optimizer_tells_how_long_it_waited(tmp_path: Path) -> None:
         assert (optimizer.stats()["save_stalls"], optimizer.stats()["save_stall_s"]) == (0, 0.0)
 
 
+def test_the_rate_of_copies_is_passed_on(tmp_path: Path) -> None:
+    model, optimizers = build()
+    with mock.patch.object(_snapshot.Snapshot, "copy_ahead") as copy_ahead:
+        for gbps in (None, 2.5):
+            checkpoint.async_save(tmp_path, model, optimizers, copy_gbps=gbps).result()
+    assert [call.args[1] for call in copy_ahead.call_args_list] == [None, 2.5e9]
+
+
 def test_nothing_is_alive_after_a_save(tmp_path: Path) -> None:
     for budget in (None, 0):
         model, (optimizer,) = build()

@@ -252,6 +252,7 @@ def test_options_are_checked_before_anything_happens(tmp_path: Path) -> None:
         {"snapshot_budget_bytes": 1.5},
         {"write_gbps": 0},
         {"write_gbps": float("nan")},
+        {"copy_gbps": -1},
         {"keep_last": 0},
     ):
         with pytest.raises(forebay.OptionError):

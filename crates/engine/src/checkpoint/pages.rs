@@ -198,6 +198,19 @@ impl Pages {
         !self.wait(inner).is_over
     }
 
+    /// Waits for so long, or until it is over. For who holds no page.
+    pub(super) fn rest(&self, time: Duration) {
+        let start = Instant::now();
+        let mut inner = lock(&self.inner);
+        while !inner.is_over {
+            let left = time.saturating_sub(start.elapsed());
+            if left.is_zero() {
+                break;
+            }
+            inner = self.changed.wait_timeout(inner, left).unwrap_or_else(std::sync::PoisonError::into_inner).0;
+        }
+    }
+
     /// A step begins: from here on the saver gives way to it.
     pub(super) fn begin_step(&self) {
         let mut inner = lock(&self.inner);

@@ -299,8 +299,12 @@ impl Snapshot {
         for &page in self.order.iter().skip(turn).step_by(turns) {
             loop {
                 let (duty, _) = self.pages.begin_protect(page, false);
+                if duty == Duty::None {
+                    break;
+                }
                 if duty != Duty::Busy {
                     self.fulfil(page, duty);
+                    self.pages.rest(pace.ahead(self.page_bytes));
                     break;
                 }
                 // No block is free, or the saver is at it.
@@ -308,7 +312,6 @@ impl Snapshot {
                     return;
                 }
             }
-            pace.moved(self.page_bytes);
         }
     }
 
@@ -404,7 +407,12 @@ impl Pace {
 
     /// Notes bytes, and sleeps if they came too soon.
     pub(super) fn moved(&mut self, bytes: u64) {
-        std::thread::sleep(self.early(bytes, self.start.elapsed()));
+        std::thread::sleep(self.ahead(bytes));
+    }
+
+    /// Notes bytes, and returns how much too soon they came.
+    fn ahead(&mut self, bytes: u64) -> Duration {
+        self.early(bytes, self.start.elapsed())
     }
 
     /// Notes bytes, and returns how much too soon they came, so long after the start.
