@@ -6,6 +6,7 @@ them. Of any other change torch's version counters tell, and then the save fails
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -108,6 +109,17 @@ def wait_for_live(optimizer: torch.optim.Optimizer | None = None) -> None:
             live.written.wait()
     elif (live_of := _live_of(optimizer)) is not None:
         live_of.written.wait()
+
+
+def _leave_to_parent() -> None:
+    """Wait for nothing in a forked child: the thread that writes is its parent's."""
+    for live in list(_under_way):
+        # A new one: the old one's lock may be held by such a thread.
+        live.written = threading.Event()
+        live.written.set()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def waited_s(optimizer: torch.optim.Optimizer) -> float:

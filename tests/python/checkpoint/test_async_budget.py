@@ -157,6 +157,30 @@ def test_the_call_waits_for_what_no_step_holds_back(tmp_path: Path) -> None:
         assert not any("running" in name for name in handle._snapshot.live.tensors)
 
 
+def test_a_forked_child_does_not_wait_for_its_parents_writer(tmp_path: Path) -> None:
+    code = """
+import os, signal, sys
+from async_helpers import *
+torch.set_num_threads(1)
+model, optimizers = build("torch", sizes=((8, 8),))
+train(model, optimizers, 0)
+kept = values(model, optimizers)
+with held() as gate:
+    handle = checkpoint.async_save(sys.argv[1], model, optimizers, snapshot_budget_bytes=0)
+    assert gate.reached.wait(20)
+    if (child := os.fork()) == 0:
+        signal.alarm(10)
+        train(model, optimizers, 1)
+        os._exit(0)
+    print(os.waitpid(child, 0)[1])
+handle.result()
+checkpoint.load(sys.argv[1], model, optimizers)
+assert_same(values(model, optimizers), kept)
+"""
+    done = python(code, tmp_path)
+    assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr[-2000:]
+
+
 # What the budget is for, and what is counted.
 
 
