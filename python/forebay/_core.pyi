@@ -185,14 +185,10 @@ class Engine:
         """
         Block until a tensor's stores have ended; others go on.
         """
-    def snapshot(self, /, budget_bytes: SupportsIndex) -> Snapshot:
-        """
-        Begin a snapshot of all state that is in pinned memory; copies of it take so many bytes at most.
-        """
     def stats(self, /) -> list[int]:
         """
         The last step in numbers, once its stores have ended: chunks, fetch_bytes, store_bytes, fetch_ns, update_ns,
-        store_ns, stalls, stall_ns.
+        store_ns, stalls, stall_ns; then how often it waited for a save, and for how many nanoseconds.
         """
     def step(self, /, tensors: SupportsGetItem[int, tuple[Looked, Looked, SupportsGetItem[int, SupportsIndex]]], groups: SupportsGetItem[int, tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, bool]], stream: SupportsIndex, grad_scale: SupportsIndex) -> None:
         """
@@ -416,8 +412,12 @@ class Slabs:
 @final
 class Snapshot:
     """
-    State of one moment, kept while an optimizer goes on.
+    State of one moment, kept while optimizers go on.
     """
+    def __new__(cls, /, engines: SupportsGetItem[int, Engine], budget_bytes: SupportsIndex) -> Snapshot:
+        """
+        Begin one of all state that these engines have in pinned memory; copies of it take so many bytes at most.
+        """
     def copy_ahead(self, /, threads: SupportsIndex, bytes_per_s: SupportsFloat | SupportsIndex | None) -> None:
         """
         Copy aside in the background what the next step will change.

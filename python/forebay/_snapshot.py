@@ -1,7 +1,8 @@
 """The state of one moment, for a save that goes on beside training.
 
 Optimizer state in pinned memory is not copied here: the engine keeps it as it is, page by page, until it is written
-(see ``crates/engine/src/checkpoint/pages.rs``). Everything else is copied at once: parameters, buffers, counters.
+(see ``crates/engine/src/checkpoint/pages.rs``). Everything else is copied at once, as far as the budget goes:
+parameters, buffers, counters. What it does not reach is read where it lies (``_live.py``).
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import os
 import threading
 import time
 import traceback
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from forebay import _core
+from forebay._live import Live, wait_for_live
 from forebay._torch import local, state_like, stream_handle
 from forebay.optim import AdamW
 
@@ -27,10 +29,7 @@ SMALL_BYTES = 64 << 10
 """Tensors of the host that have less are copied one by one."""
 
 _copies: dict[tuple[int, str], _core.HostCopies] = {}
-"""For each device, where its tensors are copied to. A forked child does not have its parent's."""
-_under_way: weakref.WeakSet[Snapshot] = weakref.WeakSet()
-_live: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Snapshot]] = weakref.WeakKeyDictionary()
-"""For each optimizer that had to wait once: what it has to wait for before it changes its parameters."""
+"""For each device, where the next snapshot copies its tensors to. A forked child does not have its parent's."""
 
 
 class Snapshot:
@@ -49,122 +48,107 @@ class Snapshot:
     def __init__(
         self, state: dict[str, Any], optimizers: list[torch.optim.Optimizer], budget_bytes: int | None
     ) -> None:
-        self.optimizers = optimizers
-        # Parameters that the budget did not allow to copy: written first, and a step waits for that.
-        self.live: list[torch.Tensor] = []
-        self.live_written = threading.Event()
-        self.waits, self.waited_s = 0, 0.0
-        self.kept: list[_core.Snapshot] = []
+        self.state: dict[str, Any] = {}
+        self.kept: _core.Snapshot | None = None
+        self.live = Live({}, {}, [])
+        self.copied_bytes = 0
+        self._is_loose = False
+        self._slabs: dict[tuple[int, str], _core.HostCopies] = {}
         engines = [
             one._engine
             for one in optimizers
             if isinstance(one, AdamW) and one._engine is not None and one._stores and not one._closed
         ]
-        pinned = _pinned(optimizers)
-        others = _leaves(state, pinned)
         room = _room() if budget_bytes is None else budget_bytes
-        replaced = self._copy(others, room)
-        room = max(room - sum(local(value).nbytes for value in replaced.values()), 0)
-        self.state = _rebuilt(state, replaced)
         try:
-            # One budget for all of them, each by its size.
-            sizes = [engine.pinned_bytes() for engine in engines]
-            for engine, size in zip(engines, sizes, strict=True):
-                self.kept.append(engine.snapshot(room * size // max(sum(sizes), 1)))
-            _under_way.add(self)
-            if self.live:
-                self._hold_steps()
-            else:
-                self.live_written.set()
+            others = _leaves(state, _pinned(optimizers))
+            # With room for all of them it does not matter whose they are.
+            is_short = sum(local(tensor).nbytes for tensor in others) > room
+            stepped = _stepped(optimizers) if is_short else {}
+            others.sort(key=lambda tensor: is_short and local(tensor).data_ptr() in stepped)
+            replaced = self._copy(others, room)
+            self.state = _rebuilt(state, replaced)
+            if uncopied := {id(tensor) for tensor in others} - replaced.keys():
+                named, _ = flatten_state_dict(self.state)
+                tensors = {name: value for name, value in named.items() if id(value) in uncopied}
+                self._is_loose = any(local(tensor).data_ptr() not in stepped for tensor in tensors.values())
+                self.live = Live(tensors, stepped, optimizers)
+            # One for all engines, so that each finds room as long as there is any.
+            self.kept = _core.Snapshot(list(dict.fromkeys(engines)), room - self.copied_bytes)
         except BaseException:
             self.finish()
             raise
 
-    def _hold_steps(self) -> None:
-        for one in self.optimizers:
-            # Never removed: that would be by another thread, maybe while a step is going through its hooks.
-            if one not in _live:
-                one.register_step_pre_hook(_wait_for_live)
-            _live[one] = weakref.ref(self)
-
-    def wait_for_live(self) -> None:
-        """Wait until parameters that were not copied are written."""
-        if not self.live_written.is_set():
-            start = time.perf_counter()
-            self.live_written.wait()
-            self.waits, self.waited_s = self.waits + 1, self.waited_s + time.perf_counter() - start
-
     def _copy(self, tensors: list[torch.Tensor], room: int) -> dict[int, torch.Tensor]:
+        """Return copies of the tensors for which there is room."""
         replaced: dict[int, torch.Tensor] = {}
         together: dict[torch.device, list[torch.Tensor]] = {}
-        # Only a step changes these; of anything else nobody knows when it changes.
-        stepped = {
-            local(parameter).data_ptr()
-            for one in self.optimizers
-            for group in one.param_groups
-            for parameter in group["params"]
-        }
         for tensor in tensors:
             inner = local(tensor).detach()
-            if room < inner.nbytes and inner.data_ptr() in stepped:
-                self.live.append(tensor)
+            if inner.nbytes > room - self.copied_bytes:
                 continue
-            room -= inner.nbytes
+            self.copied_bytes += inner.nbytes
             on_host = inner.device.type == "cpu"
-            # Bytes alone do not say that torch conjugates or negates them as it reads.
-            plain = inner.is_contiguous() and not inner.is_conj() and not inner.is_neg()
-            if plain and (inner.device.type == "cuda" or (on_host and inner.nbytes >= SMALL_BYTES)):
+            if _is_plain(inner) and (inner.device.type == "cuda" or (on_host and inner.nbytes >= SMALL_BYTES)):
                 together.setdefault(inner.device, []).append(tensor)
             else:
                 replaced[id(tensor)] = state_like(tensor, inner.to("cpu", copy=True))
         for device, found in together.items():
-            for tensor, data in zip(found, _to_host(device, [local(tensor) for tensor in found]), strict=True):
+            for tensor, data in zip(found, self._to_host(device, [local(tensor) for tensor in found]), strict=True):
                 replaced[id(tensor)] = state_like(tensor, data)
         return replaced
 
+    def _to_host(self, device: torch.device, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy tensors of one device into pinned memory, at the speed of the wire."""
+        name = "cpu" if device.type == "cpu" else f"cuda:{device.index or 0}"
+        key = (os.getpid(), name)
+        # Nobody else's until this snapshot is done with it.
+        self._slabs[key] = copies = _copies.pop(key, None) or _core.HostCopies(name)
+        addresses, sizes = [tensor.data_ptr() for tensor in tensors], [tensor.nbytes for tensor in tensors]
+        views = copies.fill(addresses, sizes, stream_handle(device))
+        return [
+            torch.frombuffer(view, dtype=tensor.dtype).view(tensor.shape)
+            if tensor.numel()
+            else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            for view, tensor in zip(views, tensors, strict=True)
+        ]
+
+    def wait_for_loose(self) -> None:
+        """Return when the caller may change what no step holds back."""
+        if self._is_loose:
+            self.live.written.wait()
+
     def copy_ahead(self, threads: int, bytes_per_s: float | None) -> None:
         """Copy pages aside in the background, before the next step comes."""
-        for kept in self.kept:
-            kept.copy_ahead(threads, bytes_per_s)
+        if self.kept is not None:
+            self.kept.copy_ahead(threads, bytes_per_s)
 
     def stats(self) -> dict[str, float | int]:
         """Return what it cost so far."""
-        totals = [sum(figures) for figures in zip(*(kept.stats() for kept in self.kept), strict=True)] or [0] * 5
-        copied, taken, stalls, stall_ns, pauses = totals
+        copied, taken, stalls, stall_ns, pauses = (0,) * 5 if self.kept is None else self.kept.stats()
         return {
-            "copied_bytes": copied,
-            "copy_memory_bytes": taken,
-            "stalls": stalls + self.waits,
-            "stall_s": stall_ns / 1e9 + self.waited_s,
+            "copied_bytes": self.copied_bytes + copied,
+            "copy_memory_bytes": self.copied_bytes + taken,
+            "stalls": stalls + self.live.stalls,
+            "stall_s": stall_ns / 1e9 + self.live.stall_s,
             "pauses": pauses,
         }
 
     def finish(self) -> None:
         """Keep nothing any longer."""
-        self.live_written.set()
-        for kept in self.kept:
-            kept.finish()
+        self.live.finish()
+        if self.kept is not None:
+            self.kept.finish()
         # With these goes the memory of the copies.
-        self.kept, self.live, self.state = [], [], {}
-
-
-def _wait_for_live(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    kept = _live.get(optimizer)
-    snapshot = None if kept is None else kept()
-    if snapshot is not None:
-        snapshot.wait_for_live()
+        self.kept, self.state = None, {}
+        _copies.update(self._slabs)
+        self._slabs = {}
 
 
 def release_copies() -> None:
     """Give back what is kept for the copies of the next snapshot."""
     _copies.clear()
     _core.release_copies()
-
-
-def wait_for_live() -> None:
-    """Return when no save under way reads a model's own memory any more: before that memory goes elsewhere."""
-    for snapshot in list(_under_way):
-        snapshot.live_written.wait()
 
 
 def wait_before_load() -> None:
@@ -181,11 +165,7 @@ def _room() -> int:
 
 
 def _pinned(optimizers: list[torch.optim.Optimizer]) -> set[int]:
-    """Return the addresses of state that the engine keeps by itself: all but the counters.
-
-    And but for what lies in another order than it is written in: putting it in order would read it behind the engine's
-    back.
-    """
+    """Return the addresses of state that the engine keeps by itself: all but the counters."""
     return {
         local(value).data_ptr()
         for one in optimizers
@@ -193,14 +173,36 @@ def _pinned(optimizers: list[torch.optim.Optimizer]) -> set[int]:
         for parameter, state in one.state.items()
         if one._homes.get(id(parameter), (-1, 0))[0] >= 0
         for kind, value in state.items()
-        if kind != "step" and local(value).numel() and local(value).is_contiguous()
+        if kind != "step" and local(value).numel()
     }
 
 
+def _stepped(optimizers: list[torch.optim.Optimizer]) -> dict[int, torch.Tensor]:
+    """Return by address what only steps of these optimizers change, as a rule: parameters and state."""
+    return {
+        local(tensor).data_ptr(): tensor
+        for one in optimizers
+        for group in one.param_groups
+        for parameter in group["params"]
+        for tensor in (parameter, *dict.get(one.state, parameter, {}).values())
+        if isinstance(tensor, torch.Tensor)
+    }
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's bytes are its elements in order: torch may also conjugate or negate them as it reads."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
 def _leaves(value: Any, pinned: set[int]) -> list[torch.Tensor]:
-    """Return the tensors in nested state that are not pinned."""
+    """Return the tensors in nested state that the engine does not keep.
+
+    It does not keep what lies in another order than it is written in, also if the memory is its own: putting that in
+    order would read it behind the engine's back.
+    """
     if isinstance(value, torch.Tensor):
-        return [] if local(value).data_ptr() in pinned and local(value).numel() else [value]
+        inner = local(value)
+        return [] if inner.numel() and inner.data_ptr() in pinned and _is_plain(inner) else [value]
     if isinstance(value, dict):
         return [leaf for item in value.values() for leaf in _leaves(item, pinned)]
     if isinstance(value, (list, tuple)):
@@ -217,22 +219,6 @@ def _rebuilt(value: Any, replaced: dict[int, torch.Tensor]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_rebuilt(item, replaced) for item in value)
     return copy.deepcopy(value)
-
-
-def _to_host(device: torch.device, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy tensors of one device into pinned memory, at the speed of the wire."""
-    name = "cpu" if device.type == "cpu" else f"cuda:{device.index or 0}"
-    key = (os.getpid(), name)
-    if key not in _copies:
-        _copies[key] = _core.HostCopies(name)
-    addresses, sizes = [tensor.data_ptr() for tensor in tensors], [tensor.nbytes for tensor in tensors]
-    views = _copies[key].fill(addresses, sizes, stream_handle(device))
-    return [
-        torch.frombuffer(view, dtype=tensor.dtype).view(tensor.shape)
-        if tensor.numel()
-        else torch.empty(tensor.shape, dtype=tensor.dtype)
-        for view, tensor in zip(views, tensors, strict=True)
-    ]
 
 
 class Handle:

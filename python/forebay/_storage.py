@@ -206,24 +206,35 @@ class Writer(StorageWriter):
     def _write_all(
         self, place: _Place, items: list[WriteItem], planner: SavePlanner
     ) -> tuple[list[dict[str, Any]], tuple[dict[str, Any], ...]]:
-        live = {local(tensor).data_ptr() for tensor in self.snapshot.live} if self.snapshot else set()
         # Memory that could not be copied comes first: a step waits for it.
-        first = [item for item in items if live and _address(planner, item) in live]
-        kept = {id(item) for item in first}
-        rest = [item for item in items if id(item) not in kept]
-        stored: dict[int, dict[str, Any]] = {}
-        files: tuple[dict[str, Any], ...] = ()
-        for part, prefix, is_last in ((first, f"{place.prefix}first-", False), (rest, place.prefix, True)):
-            if part:
-                where, written = self._write_tensors(_Place(place.folder, prefix), part, planner, is_last)
-                stored |= {id(item): at for item, at in zip(part, where, strict=True)}
-                files += written
-            if self.snapshot is not None:
-                self.snapshot.live_written.set()
+        live = {} if self.snapshot is None else self.snapshot.live.tensors
+        first = [item for item in items if item.index.fqn in live]
+        rest = [item for item in items if item.index.fqn not in live]
+        where, files = self._write_live(place, first, planner)
+        if rest:
+            others, more = self._write_tensors(place, rest, planner, is_last=True)
+            where, files = where + others, files + more
+        stored = {id(item): at for item, at in zip(first + rest, where, strict=True)}
         return [stored[id(item)] for item in items], files
 
+    def _write_live(
+        self, place: _Place, items: list[WriteItem], planner: SavePlanner
+    ) -> tuple[list[dict[str, Any]], tuple[dict[str, Any], ...]]:
+        if self.snapshot is None:
+            return [], ()
+        try:
+            if not items:
+                return [], ()
+            self.snapshot.live.order()
+            apart = _Place(place.folder, f"{place.prefix}first-")
+            written = self._write_tensors(apart, items, planner, is_last=False)
+            self.snapshot.live.check()
+            return written
+        finally:
+            self.snapshot.live.written.set()
+
     def _write_tensors(
-        self, place: _Place, items: list[WriteItem], planner: SavePlanner, is_last: bool
+        self, place: _Place, items: list[WriteItem], planner: SavePlanner, *, is_last: bool
     ) -> tuple[list[dict[str, Any]], tuple[dict[str, Any], ...]]:
         entries: dict[str, list[Any]] = {key: [] for key in ("name", "dtype", "shape", "address", "on_device")}
         held = []
@@ -247,7 +258,7 @@ class Writer(StorageWriter):
         device = None if gpu is None else f"cuda:{gpu.index or 0}"
         stream = 0 if gpu is None else stream_handle(gpu)
         manner = {
-            "snapshots": self.snapshot.kept if self.snapshot is not None and is_last else [],
+            "snapshot": self.snapshot.kept if self.snapshot is not None and is_last else None,
             "bytes_per_s": self.bytes_per_s,
             "gives_way": self.snapshot is not None,
         }
@@ -310,11 +321,6 @@ class Writer(StorageWriter):
 def _bytes(item: WriteItem) -> int:
     assert item.tensor_data is not None
     return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
-
-
-def _address(planner: SavePlanner, item: WriteItem) -> int:
-    data: Any = planner.resolve_data(item)
-    return int(local(data).data_ptr())
 
 
 def _look_up(planner: SavePlanner, item: WriteItem) -> Any:
@@ -488,7 +494,7 @@ class Reader(StorageReader):
             self._read_into([(item, target) for item, target, _ in direct], moved)
             batch: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
             for item, target, stored in staged:
-                batch.append((item, target, torch.empty(tuple(item.lengths), dtype=stored)))
+                batch.append((item, target, torch.empty(tuple(item.lengths), dtype=stored, device="cpu")))
                 if sum(buffer.nbytes for _, _, buffer in batch) >= STAGE_BYTES:
                     self._read_staged(batch, moved)
                     batch = []
@@ -530,7 +536,7 @@ class Reader(StorageReader):
         described = self._manifest["tensors"].get(name)
         if described is None:
             raise CheckpointError(f"{self._checkpoint.folder()}: a value names a tensor {name!r}, which is not there")
-        whole = torch.empty(described["shape"], dtype=_type(described["dtype"], name))
+        whole = torch.empty(described["shape"], dtype=_type(described["dtype"], name), device="cpu")
         parts = []
         for chunk in described["chunks"]:
             view = whole

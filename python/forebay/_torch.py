@@ -176,7 +176,7 @@ def host_tensor(view: HostView, like: torch.Tensor) -> torch.Tensor:
         The (local) parameter whose shape and strides to take. Where it is not dense, the tensor is contiguous.
     """
     if like.numel() == 0:
-        return torch.empty_strided(like.shape, like.stride(), dtype=torch.float32)
+        return torch.empty_strided(like.shape, like.stride(), dtype=torch.float32, device="cpu")
     flat = torch.frombuffer(view, dtype=torch.float32)
     return torch.as_strided(flat, like.shape, dense_strides(like))
 

@@ -135,7 +135,7 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor] | None = None) -> A
             case "dict" | "ordered" | "counter":
                 return _KINDS[kind]({decode(key): decode(item, tensor) for key, item in inner})
             case "scalar":
-                return torch.tensor(decode(inner), dtype=getattr(torch, value["dtype"]))
+                return torch.tensor(decode(inner), dtype=getattr(torch, value["dtype"]), device="cpu")
             case "bytes":
                 return base64.b64decode(inner, validate=True)
             case "dtype":

@@ -155,23 +155,34 @@ def async_save(
     keep_last: int | None = None,
     snapshot_budget_bytes: int | None = None,
     write_gbps: float | None = None,
+    copy_gbps: float | None = None,
     when_busy: str = "wait",
 ) -> Handle:
     """Save as ``save`` does, of the state at this moment, while training goes on. All ranks call it.
 
     State of ``forebay.AdamW`` in pinned memory is written from where it lies. Pages of it that a later step comes to
     before they are written are copied aside; beyond the budget that step waits. Everything else is copied before this
-    returns. Do not write into ``optimizer.state`` by hand before the save is complete; steps and loads are safe.
+    returns, as far as the budget goes. What it does not reach is written first: parameters and other state of the
+    optimizers after this has returned, with the next step waiting for it, and all else before.
+
+    Steps and loads of a checkpoint are safe. So is any change of what was copied. Parameters that were not copied must
+    not be changed by anything else (``model.load_state_dict``, averaged weights swapped in, ``max_norm`` of an
+    embedding) before the next step: torch counts such changes, and then the save fails with an error that names the
+    tensor. Changes that torch does not count are not noticed: through ``.data``, in a CUDA graph, and by hand in
+    ``optimizer.state`` of ``forebay.AdamW`` before the save is complete.
 
     Parameters
     ----------
     path, model, optimizer, extra, keep_last
         As in ``save``.
     snapshot_budget_bytes
-        The most host memory that copies may take; by default as much as they need, of what is available. It is kept
-        for the next save; ``release`` gives it back.
+        The most host memory that copies may take, of parameters, buffers and state together; by default as much as
+        they need, of what is available. It is kept for the next save; ``release`` gives it back.
     write_gbps
         Write no faster than this on each rank; by default as fast as the disk takes it.
+    copy_gbps
+        Copy state aside no faster than this between steps, on each rank; by default as fast as memory is. A step that
+        comes to state which is not copied yet copies it by itself.
     when_busy
         What to do while an earlier save is under way: ``"wait"`` for it, or ``"refuse"``.
     """
@@ -179,8 +190,9 @@ def async_save(
         raise OptionError(f"invalid when_busy: {when_busy!r}; use 'wait' or 'refuse'")
     if snapshot_budget_bytes is not None and (type(snapshot_budget_bytes) is not int or snapshot_budget_bytes < 0):
         raise OptionError(f"invalid snapshot_budget_bytes: {snapshot_budget_bytes!r}; use 0 or more, or None")
-    if write_gbps is not None and not (isinstance(write_gbps, Real) and write_gbps > 0):
-        raise OptionError(f"invalid write_gbps: {write_gbps!r}; use a positive number, or None")
+    for option, gbps in (("write_gbps", write_gbps), ("copy_gbps", copy_gbps)):
+        if gbps is not None and not (isinstance(gbps, Real) and gbps > 0):
+            raise OptionError(f"invalid {option}: {gbps!r}; use a positive number, or None")
     optimizers = _optimizers(optimizer)
     writer = _writer(path, keep_last, optimizers)
     # As things are now: whatever is loaded from here on does not mend what is saved.
@@ -202,7 +214,8 @@ def async_save(
             writer.snapshot = kept = snapshot
             leaves, _ = flatten_state_dict(kept.state)
             moved.expect(sum(local(value).nbytes for value in leaves.values() if isinstance(value, torch.Tensor)))
-            snapshot.copy_ahead(max(min((os.cpu_count() or 2) // 2, 8), 1), None)
+            threads = max(min((os.cpu_count() or 2) // 2, 8), 1)
+            snapshot.copy_ahead(threads, None if copy_gbps is None else float(copy_gbps) * 1e9)
             handle = Handle(snapshot, lambda: _write_beside(kept.state, writer, saves), moved)
         except BaseException:
             # Nobody will write it, so no step may wait for it.
@@ -210,6 +223,7 @@ def async_save(
                 snapshot.finish()
             raise
         _earlier[:] = [handle]
+    kept.wait_for_loose()
     return handle
 
 

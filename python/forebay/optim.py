@@ -13,6 +13,7 @@ from forebay import _core
 from forebay._arguments import Options, check_numbers, check_options
 from forebay._backward import Landed, last_backward
 from forebay._gather import Flat, Found, Store
+from forebay._live import wait_for_live, waited_s
 from forebay._loading import KINDS, check_assigned, check_layout, copy_into, load
 from forebay._state import Kept, State
 from forebay._torch import (
@@ -545,7 +546,7 @@ class AdamW(torch.optim.Optimizer):
             kinds = [*MOMENTS]
             kinds += ["max_exp_avg_sq"] if amsgrad[index] else []
             kinds += ["master_param"] if self._options.keeps_master(inner.dtype) else []
-            views: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32)}
+            views: dict[str, Any] = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
             for kind in kinds:
                 data = torch.empty_strided(inner.shape, strides, dtype=torch.float32, device=inner.device).zero_()
                 views[kind] = state_like(parameter, data)
@@ -617,6 +618,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _protect(self) -> None:
         """Wait until state may be written here, as far as a save under way is concerned."""
+        wait_for_live(self)
         if self._engine is not None and not self._closed:
             self._engine.protect_all()
 
@@ -647,10 +649,12 @@ class AdamW(torch.optim.Optimizer):
         """Return the last step in numbers. Waits for its stores.
 
         Bytes are payload: f32 moments without masters are exactly 8 bytes for each parameter and way. The times of the
-        stages are sums over chunks, measured on one chunk in 64.
+        stages are sums over chunks, measured on one chunk in 64. The step waited ``stalls`` times for a slot of the
+        ring, and ``save_stalls`` times for the writer of an ``async_save``.
         """
-        numbers = self._engine.stats() if self._engine is not None else [0] * 8
-        chunks, fetch_bytes, store_bytes, fetch_ns, update_ns, store_ns, stalls, stall_ns = numbers
+        numbers = self._engine.stats() if self._engine is not None else [0] * 10
+        chunks, fetch_bytes, store_bytes, fetch_ns, update_ns, store_ns, stalls, stall_ns, saves, save_ns = numbers
+        before_s = waited_s(self)
         engine = self._engine
         return {
             "step_s": self._step_s,
@@ -666,6 +670,8 @@ class AdamW(torch.optim.Optimizer):
             "chunks": chunks,
             "stalls": stalls,
             "stall_s": stall_ns / 1e9,
+            "save_stalls": saves + (before_s > 0),
+            "save_stall_s": save_ns / 1e9 + before_s,
             **self._host_stats(),
         }
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forebay import _core
+from forebay._live import wait_for_live
 from forebay._sleep_figures import Figures
 from forebay._sleep_guards import Guard, ModuleGuard, OptimizerGuard, gathers_ahead
 from forebay._sleep_moves import Mover, batched, no_collection
 from forebay._sleep_order import Units, Waking
 from forebay._sleep_walk import KINDS, Entry, Walk, is_held, is_ours, named, reshard
-from forebay._snapshot import wait_for_live
 from forebay._torch import capturing
 from forebay.errors import AsleepError, Error, OptionError
 

@@ -27,6 +27,8 @@ on_devices! {
         the_saver_gives_way_to_a_step_that_does_not_need_it,
         a_step_comes_to_pages_that_nobody_will_write,
         copiers_share_the_pages_and_end,
+        a_copier_held_to_a_rate_ends_with_the_snapshot,
+        states_of_several_optimizers_share_pages_and_blocks,
         a_copy_that_fails_ends_the_snapshot_and_not_the_step,
         the_memory_goes_with_the_snapshot,
         a_snapshot_that_was_given_up_is_not_read_to_its_end;
@@ -69,7 +71,7 @@ fn snapshot(rig: &Rig<'_>, page_bytes: u64, budget_bytes: u64) -> Arc<Snapshot> 
 }
 
 fn pages(rig: &Rig<'_>, page_bytes: u64) -> u64 {
-    rig.optimizer.state().extent().unwrap().0.iter().map(|arena| arena.bytes().div_ceil(page_bytes)).sum()
+    arena_bytes(rig).div_ceil(page_bytes)
 }
 
 fn arena_bytes(rig: &Rig<'_>) -> u64 {
@@ -114,8 +116,8 @@ fn write_all(
             data: (region.bytes() > 0).then(|| region.clone()),
         })
         .collect();
-    let snapshots = vec![snapshot.clone()];
-    let options = WriteOptions { threads: 2, snapshots, bytes_per_s: rate, direct, ..WriteOptions::default() };
+    let snapshot = Some(snapshot.clone());
+    let options = WriteOptions { threads: 2, snapshot, bytes_per_s: rate, direct, ..WriteOptions::default() };
     let mut read = Values::new();
     for file in write_files(&folder.0, "0-", &entries, &options, &AtomicU64::new(0))? {
         let bytes = std::fs::read(folder.0.join(&file.record.name)).unwrap();
@@ -397,7 +399,6 @@ fn with_room_for_all_the_step_waits_for_nobody(on: &Subject) {
     rig.assert_exact(2);
 }
 
-/// What no file will hold need not be kept, also where a step waits for it before that is known.
 /// How often the saver gave way, once it has; nought if it never does.
 fn pauses(snapshot: &Snapshot) -> u64 {
     for _ in 0..5000 {
@@ -436,6 +437,7 @@ fn the_saver_gives_way_to_a_step_that_does_not_need_it(on: &Subject) {
     rig.assert_exact(1);
 }
 
+/// What no file will hold need not be kept, also where a step waits for it before that is known.
 fn a_step_comes_to_pages_that_nobody_will_write(on: &Subject) {
     let rig = rig(on);
     let snapshot = snapshot(&rig, 256, 0);
@@ -480,6 +482,61 @@ fn copiers_share_the_pages_and_end(on: &Subject) {
         copying.into_iter().for_each(|thread| thread.join().unwrap());
     });
     assert!(snapshot.stats().block_bytes <= 256);
+}
+
+/// A byte a second: it copies one page, and rests for longer than this test lasts.
+fn a_copier_held_to_a_rate_ends_with_the_snapshot(on: &Subject) {
+    let rig = rig(on);
+    let snapshot = snapshot(&rig, 256, u64::MAX);
+    let (end, ended) = channel::<()>();
+    let mine = snapshot.clone();
+    let copying = std::thread::spawn(move || {
+        mine.copy_ahead(0, 1, Some(1.0));
+        drop(end);
+    });
+    assert_eq!(ended.recv_timeout(Duration::from_millis(100)), Err(RecvTimeoutError::Timeout));
+    assert_eq!(snapshot.stats().copied_bytes, 256);
+    snapshot.finish();
+    assert_eq!(ended.recv_timeout(Duration::from_secs(20)), Err(RecvTimeoutError::Disconnected));
+    copying.join().unwrap();
+}
+
+/// Whoever steps gets the blocks, however small its part is; and a page may have the end of one state and all of another.
+fn states_of_several_optimizers_share_pages_and_blocks(on: &Subject) {
+    let (large, small) = (rig(on), Rig::new(on, Scenario::new(vec![Tensor::f32(8)], 2, 2048), 4));
+    let kept = [values(on, &large), values(on, &small)];
+    for (page_bytes, budget_pages) in [(1 << 20, 1), (256, 2), (arena_bytes(&large) - 8, 1)] {
+        let (mut arenas, mut next) = large.optimizer.state().extent().unwrap();
+        let (more, then) = small.optimizer.state().extent().unwrap();
+        arenas.extend(more);
+        next.extend(then);
+        let budget_bytes = budget_pages * page_bytes;
+        let snapshot = Arc::new(Snapshot::with_pages_of(page_bytes, arenas, &next, budget_bytes));
+        [&large, &small].iter().for_each(|rig| rig.optimizer.state().keep(&snapshot));
+        let all = arena_bytes(&large) + arena_bytes(&small);
+        // No saver is there yet.
+        small.optimizer.state().protect_all().unwrap();
+        assert_eq!(snapshot.stats().stalls, 0);
+        assert!(snapshot.stats().block_bytes <= budget_bytes);
+        if budget_bytes >= all {
+            large.optimizer.state().protect_all().unwrap();
+            assert_eq!(snapshot.stats().copied_bytes, all, "each byte once");
+        }
+        snapshot.plan(&[regions(&large), regions(&small)].concat().into_iter().map(|(_, at)| at).collect::<Vec<_>>());
+        let buffer = Buffer::pageable(100).unwrap();
+        for (rig, kept) in [&large, &small].into_iter().zip(&kept) {
+            for (key, region) in regions(rig) {
+                let mut read = Vec::new();
+                let look = |piece: &Region| {
+                    forebay::device::file::visit(piece, |part| read.extend_from_slice(part)).unwrap();
+                    Ok(())
+                };
+                snapshot.read(&region, &buffer, 0, look).unwrap();
+                assert!(read == kept[&key], "{key:?}");
+            }
+        }
+        assert!(snapshot.is_safe(), "nothing is left to write");
+    }
 }
 
 /// A page that no machine has memory for.

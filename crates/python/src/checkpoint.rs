@@ -10,6 +10,7 @@ use forebay::{Error, Result};
 use pyo3::prelude::*;
 
 use crate::guard;
+use crate::optimizer::Engine;
 use crate::torch::{self, HostView, Keeper};
 
 /// Bytes moved so far, for whoever asks from another thread how far it is.
@@ -109,25 +110,32 @@ pub(crate) struct Entries {
     on_device: Vec<bool>,
 }
 
-/// How to write beside other work: through which snapshots, how fast at most, and whether to give way.
+/// How to write beside other work: through which snapshot, how fast at most, and whether to give way.
 #[derive(FromPyObject)]
 pub(crate) struct Manner {
     #[pyo3(item)]
-    snapshots: Vec<Py<Snapshot>>,
+    snapshot: Option<Py<Snapshot>>,
     #[pyo3(item)]
     bytes_per_s: Option<f64>,
     #[pyo3(item)]
     gives_way: bool,
 }
 
-/// State of one moment, kept while an optimizer goes on.
+/// State of one moment, kept while optimizers go on.
 #[pyclass(frozen)]
 pub(crate) struct Snapshot {
-    pub(crate) inner: Arc<checkpoint::Snapshot>,
+    inner: Arc<checkpoint::Snapshot>,
 }
 
 #[pymethods]
 impl Snapshot {
+    /// Begin one of all state that these engines have in pinned memory; copies of it take so many bytes at most.
+    #[new]
+    fn new(py: Python<'_>, engines: Vec<Py<Engine>>, budget_bytes: u64) -> PyResult<Self> {
+        let engines: Vec<&Engine> = engines.iter().map(Py::get).collect();
+        guard::run(py, || Ok(Self { inner: Engine::snapshot(&engines, budget_bytes)? }))
+    }
+
     /// Copy aside in the background what the next step will change.
     fn copy_ahead(&self, py: Python<'_>, threads: usize, bytes_per_s: Option<f64>) -> PyResult<()> {
         guard::run(py, || {
@@ -274,7 +282,7 @@ pub(crate) fn write_checkpoint(
     moved: &Moved,
     manner: Manner,
 ) -> PyResult<Vec<File>> {
-    let snapshots = manner.snapshots.iter().map(|snapshot| snapshot.get().inner.clone()).collect();
+    let snapshot = manner.snapshot.map(|snapshot| snapshot.get().inner.clone());
     guard::run(py, || {
         let keeper: Keeper = Arc::new(());
         let device = device.map(open).transpose()?;
@@ -291,7 +299,7 @@ pub(crate) fn write_checkpoint(
             };
             list.push(Entry { name, dtype, shape, data });
         }
-        let mut options = WriteOptions { snapshots, bytes_per_s: manner.bytes_per_s, ..WriteOptions::default() };
+        let mut options = WriteOptions { snapshot, bytes_per_s: manner.bytes_per_s, ..WriteOptions::default() };
         options.threads = threads.unwrap_or(options.threads);
         (options.gives_way, options.direct) = (manner.gives_way, manner.gives_way);
         if let Some(device) = device {

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use forebay::checkpoint::Snapshot;
 use forebay::device::arith::{AdamWHyper, AdamWScalars};
 use forebay::device::{
     AdamW, AdamWSegment, Error as DeviceError, Event, HostOptions, Kernel, Place, Region, SharedDevice, SlabLayout,
@@ -15,7 +16,6 @@ use forebay::step::{Binding, HostLane, HostShare, HostState, Hybrid, PlacedAdamW
 use forebay::{Error, Result};
 use pyo3::prelude::*;
 
-use crate::checkpoint::Snapshot;
 use crate::guard;
 use crate::landing::{Landing, check_budget};
 use crate::looked::{Looked, Row};
@@ -96,6 +96,29 @@ impl Engine {
             });
         }
         Ok(inner)
+    }
+
+    /// Begins one snapshot of all state that these have in pinned memory; copies of it take so many bytes at most. Each may
+    /// be there once.
+    pub(crate) fn snapshot(engines: &[&Self], budget_bytes: u64) -> Result<Arc<Snapshot>> {
+        // Two calls that have some of the same would each wait for what the other holds.
+        static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+        let _mine = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+        let held = engines.iter().map(|engine| engine.open_inner()).collect::<Result<Vec<_>>>()?;
+        let (mut arenas, mut next) = (Vec::new(), Vec::new());
+        for inner in &held {
+            inner.pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain())?;
+            for store in &inner.stores {
+                // An earlier one must have ended: only one is kept in mind.
+                store.state().protect_all()?;
+                let (these, order) = store.state().extent()?;
+                arenas.extend(these);
+                next.extend(order);
+            }
+        }
+        let snapshot = Arc::new(Snapshot::new(arenas, &next, budget_bytes));
+        held.iter().flat_map(|inner| &inner.stores).for_each(|store| store.state().keep(&snapshot));
+        Ok(snapshot)
     }
 
     /// The stream to compute on: torch's, or one of our own on the CPU backend.
@@ -407,32 +430,13 @@ impl Engine {
         guard::run(py, || self.lock().pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain()))
     }
 
-    /// Begin a snapshot of all state that is in pinned memory; copies of it take so many bytes at most.
-    fn snapshot(&self, py: Python<'_>, budget_bytes: u64) -> PyResult<Snapshot> {
-        guard::run(py, || {
-            let inner = self.open_inner()?;
-            inner.pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain())?;
-            let (mut arenas, mut next) = (Vec::new(), Vec::new());
-            for store in &inner.stores {
-                // An earlier one must have ended: only one is kept in mind.
-                store.state().protect_all()?;
-                let (these, order) = store.state().extent()?;
-                arenas.extend(these);
-                next.extend(order);
-            }
-            let snapshot = Arc::new(forebay::checkpoint::Snapshot::new(arenas, &next, budget_bytes));
-            inner.stores.iter().for_each(|store| store.state().keep(&snapshot));
-            Ok(Snapshot { inner: snapshot })
-        })
-    }
-
     /// Return when the host may write into the state, as far as a save under way is concerned.
     fn protect_all(&self, py: Python<'_>) -> PyResult<()> {
         guard::run(py, || self.lock().stores.iter().try_for_each(|store| store.state().protect_all()))
     }
 
     /// The last step in numbers, once its stores have ended: chunks, fetch_bytes, store_bytes, fetch_ns, update_ns,
-    /// store_ns, stalls, stall_ns.
+    /// store_ns, stalls, stall_ns; then how often it waited for a save, and for how many nanoseconds.
     fn stats(&self, py: Python<'_>) -> PyResult<Vec<u64>> {
         guard::run(py, || {
             let inner = self.lock();
@@ -444,7 +448,9 @@ impl Engine {
                 }
             };
             let RunStats { chunks, fetch_bytes, store_bytes, fetch_ns, update_ns, store_ns, stalls, stall_ns } = stats;
-            Ok(vec![chunks, fetch_bytes, store_bytes, fetch_ns, update_ns, store_ns, stalls, stall_ns])
+            let waits = inner.stores.iter().map(|store| store.state().save_stalls());
+            let (saves, save_ns) = waits.fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
+            Ok(vec![chunks, fetch_bytes, store_bytes, fetch_ns, update_ns, store_ns, stalls, stall_ns, saves, save_ns])
         })
     }
 

@@ -237,7 +237,7 @@ def load_checkpoint(path: Path, model: Any, optimizer: Any) -> Any:
 def refresh(path: Path, model: Any, optimizer: Any) -> Any:
     def change() -> None:
         # The weights are copied, or written first; only then may this change them.
-        assert checkpoint._earlier[0]._snapshot.live_written.wait(20)
+        assert checkpoint._earlier[0]._snapshot.live.written.wait(20)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(1)
@@ -353,6 +353,6 @@ print("saved")
 
 def test_a_snapshot_of_an_engine_without_state() -> None:
     engine = _core.Engine("cpu", 4, 1 << 16)
-    snapshot = engine.snapshot(0)
+    snapshot = _core.Snapshot([engine], 0)
     assert snapshot.is_safe()
     assert snapshot.stats() == (0, 0, 0, 0, 0)

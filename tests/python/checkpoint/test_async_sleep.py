@@ -55,7 +55,7 @@ def test_sleep_during_a_save(kind: str, budget: str, device: str, tmp_path: Path
         handle = checkpoint.async_save(tmp_path, model, optimizers, snapshot_budget_bytes=BUDGETS[budget])
         asleep = threading.Thread(target=sleeper.sleep)
         asleep.start()
-        if not handle._snapshot.live:
+        if not handle._snapshot.live.tensors:
             # What could be copied is copied: nobody waits for the writer.
             asleep.join(50)
             assert not asleep.is_alive()
@@ -79,15 +79,15 @@ def test_sleep_waits_for_weights_that_were_not_copied(device: str, tmp_path: Pat
     sleeper = forebay.Sleeper(model, optimizers)
     with held() as gate:
         handle = checkpoint.async_save(tmp_path, model, optimizers, snapshot_budget_bytes=0)
-        assert handle._snapshot.live
+        assert handle._snapshot.live.tensors
         waits = threading.Event()
-        wait = handle._snapshot.live_written.wait
+        wait = handle._snapshot.live.written.wait
 
         def noticed() -> None:
             waits.set()
             wait()
 
-        with mock.patch.object(handle._snapshot.live_written, "wait", noticed):
+        with mock.patch.object(handle._snapshot.live.written, "wait", noticed):
             asleep = threading.Thread(target=sleeper.sleep)
             asleep.start()
             assert waits.wait(20)

@@ -145,7 +145,7 @@ impl Pages {
         !inner.is_over
     }
 
-    /// Returns what is to be done before a page may be changed, and how long that had to be waited for.
+    /// Returns what is to be done before a page may be changed, and how long the saver had to be waited for.
     pub(super) fn begin_protect(&self, number: usize, waits: bool) -> (Duty, Option<Duration>) {
         let mut inner = lock(&self.inner);
         let mut start = None;
@@ -167,7 +167,10 @@ impl Pages {
             if !waits {
                 break Duty::Busy;
             }
-            start.get_or_insert_with(Instant::now);
+            // Whoever is copying the page does what would have to be done here.
+            if page.state == State::Live {
+                start.get_or_insert_with(Instant::now);
+            }
             if inner.free.is_empty() && !inner.is_awaited {
                 inner.is_awaited = true;
                 self.changed.notify_all();
@@ -193,6 +196,19 @@ impl Pages {
             return false;
         }
         !self.wait(inner).is_over
+    }
+
+    /// Waits for so long, or until it is over. For who holds no page.
+    pub(super) fn rest(&self, time: Duration) {
+        let start = Instant::now();
+        let mut inner = lock(&self.inner);
+        while !inner.is_over {
+            let left = time.saturating_sub(start.elapsed());
+            if left.is_zero() {
+                break;
+            }
+            inner = self.changed.wait_timeout(inner, left).unwrap_or_else(std::sync::PoisonError::into_inner).0;
+        }
     }
 
     /// A step begins: from here on the saver gives way to it.

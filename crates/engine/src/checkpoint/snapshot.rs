@@ -4,6 +4,10 @@
 //! calls [`Snapshot::protect`] before it lets anything write, and [`Snapshot::copy_ahead`] copies in the time between two
 //! steps, in the order in which the next step will come, so that it need not. A step also says when it begins and ends,
 //! see [`Snapshot::step`], and the saver gives way to it: [`Snapshot::give_way`].
+//!
+//! One snapshot covers the state of all optimizers of a save, so that they share its blocks: whoever steps first takes
+//! them, and none waits while another has some to spare. Its regions are laid end to end and cut into pages together, so a
+//! hundred small ones are one page.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -71,12 +75,11 @@ pub struct SnapshotStats {
     pub pauses: u64,
 }
 
-/// A stretch of memory and the number of its first page.
+/// A stretch of memory, and where it begins when all are laid end to end.
 #[derive(Debug)]
 struct Guarded {
     region: Region,
-    first_page: usize,
-    pages: usize,
+    start: u64,
 }
 
 /// State at one moment.
@@ -84,6 +87,8 @@ struct Guarded {
 pub struct Snapshot {
     /// In ascending order of address.
     guarded: Vec<Guarded>,
+    /// Of all regions together.
+    bytes: u64,
     page_bytes: u64,
     /// The pages in the order in which a step comes to them.
     order: Vec<usize>,
@@ -125,22 +130,25 @@ impl Snapshot {
     pub fn with_pages_of(page_bytes: u64, mut arenas: Vec<Region>, next: &[Region], budget_bytes: u64) -> Self {
         arenas.retain(|region| region.bytes() > 0);
         arenas.sort_by_key(Region::addr);
-        let mut first_page = 0;
+        let mut bytes = 0;
         let guarded: Vec<Guarded> = arenas
             .into_iter()
             .map(|region| {
-                let pages = region.bytes().div_ceil(page_bytes) as usize;
-                first_page += pages;
-                Guarded { region, first_page: first_page - pages, pages }
+                bytes += region.bytes();
+                Guarded { start: bytes - region.bytes(), region }
             })
             .collect();
-        let blocks = (budget_bytes / page_bytes).min(first_page as u64) as usize;
-        spare().truncate(blocks);
+        let pages = bytes.div_ceil(page_bytes) as usize;
+        // The last page may be short of a whole one, and so may a budget that is enough.
+        let allowed = usize::try_from(budget_bytes / page_bytes).unwrap_or(usize::MAX);
+        let blocks = if budget_bytes >= bytes { pages } else { allowed.min(pages) };
+        spare().truncate(allowed.max(blocks));
         let mut snapshot = Self {
             guarded,
+            bytes,
             page_bytes,
             order: Vec::new(),
-            pages: Pages::new(first_page, blocks),
+            pages: Pages::new(pages, blocks),
             blocks: (0..blocks).map(|_| OnceLock::new()).collect(),
             failure: OnceLock::new(),
             copied_bytes: AtomicU64::new(0),
@@ -148,8 +156,8 @@ impl Snapshot {
             stalls: AtomicU64::new(0),
             stall_ns: AtomicU64::new(0),
         };
-        let mut known = vec![false; first_page];
-        let mut order = Vec::with_capacity(first_page);
+        let mut known = vec![false; pages];
+        let mut order = Vec::with_capacity(pages);
         for region in next {
             for Part { page, .. } in snapshot.parts(region) {
                 if !std::mem::replace(&mut known[page], true) {
@@ -175,19 +183,15 @@ impl Snapshot {
     /// Cuts a region at the borders of pages. What is not part of the snapshot has no pages.
     fn parts(&self, region: &Region) -> Vec<Part> {
         let Some(guarded) = self.find(region.addr()) else { return Vec::new() };
-        let start = (region.addr() - guarded.region.addr()) as u64;
-        let end = (start + region.bytes()).min(guarded.region.bytes());
+        let start = guarded.start + (region.addr() - guarded.region.addr()) as u64;
+        let end = (start + region.bytes()).min(guarded.start + guarded.region.bytes());
         let (mut at, mut parts) = (start, Vec::new());
         while at < end {
             let page = at / self.page_bytes;
             let until = ((page + 1) * self.page_bytes).min(end);
             // Inside the region, as `end` is.
             if let Ok(part) = region.slice(at - start, until - at) {
-                parts.push(Part {
-                    page: guarded.first_page + page as usize,
-                    offset: at % self.page_bytes,
-                    region: part,
-                });
+                parts.push(Part { page: page as usize, offset: at % self.page_bytes, region: part });
             }
             at = until;
         }
@@ -196,8 +200,7 @@ impl Snapshot {
 
     /// Says which regions will be read. All else need not be kept any longer.
     pub fn plan(&self, regions: &[Region]) {
-        let pages = self.guarded.last().map_or(0, |last| last.first_page + last.pages);
-        let mut bytes = vec![0; pages];
+        let mut bytes = vec![0; self.bytes.div_ceil(self.page_bytes) as usize];
         for part in regions.iter().flat_map(|region| self.parts(region)) {
             bytes[part.page] += part.region.bytes();
         }
@@ -243,16 +246,20 @@ impl Snapshot {
     }
 
     /// Returns when a region may be written. Pages that are still needed are copied aside, or waited for. Where a copy
-    /// fails, the snapshot is given up: a save may fail for lack of memory, a step may not.
-    pub fn protect(&self, region: &Region) {
+    /// fails, the snapshot is given up: a save may fail for lack of memory, a step may not. Says how often it waited, and
+    /// for how many nanoseconds.
+    pub fn protect(&self, region: &Region) -> (u64, u64) {
+        let (mut stalls, mut stall_ns) = (0, 0);
         for part in self.parts(region) {
             let (duty, waited) = self.pages.begin_protect(part.page, true);
             if let Some(waited) = waited {
-                self.stalls.fetch_add(1, Relaxed);
-                self.stall_ns.fetch_add(waited.as_nanos() as u64, Relaxed);
+                (stalls, stall_ns) = (stalls + 1, stall_ns + waited.as_nanos() as u64);
             }
             self.fulfil(part.page, duty);
         }
+        self.stalls.fetch_add(stalls, Relaxed);
+        self.stall_ns.fetch_add(stall_ns, Relaxed);
+        (stalls, stall_ns)
     }
 
     fn fulfil(&self, page: usize, duty: Duty) {
@@ -266,10 +273,6 @@ impl Snapshot {
     }
 
     fn copy(&self, page: usize, block: usize) -> Result<()> {
-        let index = self.guarded.partition_point(|guarded| guarded.first_page <= page) - 1;
-        let guarded = &self.guarded[index];
-        let offset = (page - guarded.first_page) as u64 * self.page_bytes;
-        let from = guarded.region.slice(offset, (guarded.region.bytes() - offset).min(self.page_bytes))?;
         let memory = match self.blocks[block].get() {
             Some(memory) => memory,
             None => {
@@ -278,9 +281,14 @@ impl Snapshot {
                 self.blocks[block].get_or_init(|| made)
             }
         };
-        let to = memory.region(0, from.bytes())?;
-        copy(&from, &to)?;
-        self.copied_bytes.fetch_add(from.bytes(), Relaxed);
+        let start = page as u64 * self.page_bytes;
+        let end = (start + self.page_bytes).min(self.bytes);
+        let first = self.guarded.partition_point(|guarded| guarded.start + guarded.region.bytes() <= start);
+        for Guarded { region, start: at } in self.guarded[first..].iter().take_while(|guarded| guarded.start < end) {
+            let (from, to) = (start.max(*at), end.min(at + region.bytes()));
+            copy(&region.slice(from - at, to - from)?, &memory.region(from - start, to - from)?)?;
+        }
+        self.copied_bytes.fetch_add(end - start, Relaxed);
         Ok(())
     }
 
@@ -291,8 +299,12 @@ impl Snapshot {
         for &page in self.order.iter().skip(turn).step_by(turns) {
             loop {
                 let (duty, _) = self.pages.begin_protect(page, false);
+                if duty == Duty::None {
+                    break;
+                }
                 if duty != Duty::Busy {
                     self.fulfil(page, duty);
+                    self.pages.rest(pace.ahead(self.page_bytes));
                     break;
                 }
                 // No block is free, or the saver is at it.
@@ -300,7 +312,6 @@ impl Snapshot {
                     return;
                 }
             }
-            pace.moved(self.page_bytes);
         }
     }
 
@@ -396,7 +407,12 @@ impl Pace {
 
     /// Notes bytes, and sleeps if they came too soon.
     pub(super) fn moved(&mut self, bytes: u64) {
-        std::thread::sleep(self.early(bytes, self.start.elapsed()));
+        std::thread::sleep(self.ahead(bytes));
+    }
+
+    /// Notes bytes, and returns how much too soon they came.
+    fn ahead(&mut self, bytes: u64) -> Duration {
+        self.early(bytes, self.start.elapsed())
     }
 
     /// Notes bytes, and returns how much too soon they came, so long after the start.

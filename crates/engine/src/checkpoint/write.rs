@@ -53,8 +53,8 @@ pub struct WriteOptions {
     pub block_bytes: u64,
     /// As many bytes are worth a file of their own.
     pub file_bytes: u64,
-    /// Snapshots through which entries are read that are part of one.
-    pub snapshots: Vec<Arc<Snapshot>>,
+    /// The snapshot through which entries are read that are part of it.
+    pub snapshot: Option<Arc<Snapshot>>,
     /// Bytes a second at most, all threads together.
     pub bytes_per_s: Option<f64>,
     /// Whether the threads give way to others.
@@ -73,7 +73,7 @@ impl Default for WriteOptions {
             threads: cores.min(8),
             block_bytes: BLOCK_BYTES,
             file_bytes: FILE_BYTES,
-            snapshots: Vec::new(),
+            snapshot: None,
             bytes_per_s: None,
             gives_way: false,
             direct: false,
@@ -120,7 +120,9 @@ pub fn write_files(
     };
     let on_host: Vec<Region> =
         entries.iter().filter_map(|entry| entry.data.clone()).filter(|region| region.place().is_host()).collect();
-    options.snapshots.iter().for_each(|snapshot| snapshot.plan(&on_host));
+    if let Some(snapshot) = &options.snapshot {
+        snapshot.plan(&on_host);
+    }
     // Of the rate, each thread that has a file gets its share.
     let share = options.bytes_per_s.map(|rate| rate / plans.len().min(options.threads).max(1) as f64);
     let next = AtomicUsize::new(0);
@@ -267,7 +269,7 @@ fn write_file(
     let mut blocks = Vec::with_capacity(plan.bytes.div_ceil(options.block_bytes) as usize);
     let mut places = plan.entries.iter().filter(|(_, begin, end)| begin < end).peekable();
     let gathers = options.direct && file::bypass_cache(&file, true);
-    if buffer.is_none() && (gathers || !options.snapshots.is_empty()) {
+    if buffer.is_none() && (gathers || options.snapshot.is_some()) {
         *buffer = Some(Buffer::pageable(CACHED_BYTES)?);
     }
     let mut sink = Sink {
@@ -276,7 +278,7 @@ fn write_file(
         at: 0,
         gathered: buffer.as_ref().filter(|_| gathers),
         sum: crc32fast::Hasher::new(),
-        snapshots: &options.snapshots,
+        snapshot: options.snapshot.as_deref(),
         pace: Pace::new(bytes_per_s),
         turn: Turn::new(),
     };
@@ -306,7 +308,7 @@ fn write_file(
                 };
                 staging.bring(&part)?
             };
-            match (options.snapshots.iter().find(|snapshot| snapshot.covers(&part)), &*buffer) {
+            match (options.snapshot.as_ref().filter(|snapshot| snapshot.covers(&part)), &*buffer) {
                 (Some(snapshot), Some(buffer)) => snapshot.read(&part, buffer, from, |piece| sink.put(piece))?,
                 _ => sink.put_region(&part)?,
             }
@@ -336,7 +338,7 @@ struct Sink<'a> {
     /// file lies at `n` modulo the length.
     gathered: Option<&'a Buffer>,
     sum: crc32fast::Hasher,
-    snapshots: &'a [Arc<Snapshot>],
+    snapshot: Option<&'a Snapshot>,
     pace: Pace,
     turn: Turn,
 }
@@ -344,7 +346,9 @@ struct Sink<'a> {
 impl Sink<'_> {
     /// Adds a piece. One that is gathered lies in its place already.
     fn put(&mut self, piece: &Region) -> Result<()> {
-        self.snapshots.iter().for_each(|snapshot| snapshot.give_way(&mut self.turn));
+        if let Some(snapshot) = self.snapshot {
+            snapshot.give_way(&mut self.turn);
+        }
         file::visit(piece, |bytes| self.sum.update(bytes)).map_err(self.fail())?;
         if self.gathered.is_none() {
             file::write_at(&self.file, self.at, piece).map_err(self.fail())?;

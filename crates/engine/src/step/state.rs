@@ -1,5 +1,6 @@
 //! Optimizer state in one pinned slab: an arena for each kind of each bucket, and a step counter for each tensor.
 
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use forebay_device::{Region, SharedDevice, Slab};
@@ -18,9 +19,24 @@ pub struct HostState {
     device: SharedDevice,
     plan: Arc<StepPlan>,
     slab: Lease<Slab>,
-    /// A save under way that still needs the state as it was; shared by all clones. The save owns it, and its memory goes
-    /// when the save does.
-    snapshot: Arc<Mutex<Weak<Snapshot>>>,
+    /// Shared by all clones.
+    save: Arc<Save>,
+}
+
+/// A save under way, as far as the state knows of one.
+#[derive(Debug, Default)]
+struct Save {
+    /// What still needs the state as it was. The save owns it, and its memory goes when the save does.
+    snapshot: Mutex<Weak<Snapshot>>,
+    /// How often the last step waited for it, and how long in all.
+    stalls: AtomicU64,
+    stall_ns: AtomicU64,
+}
+
+impl Save {
+    fn snapshot(&self) -> Option<Arc<Snapshot>> {
+        self.snapshot.lock().unwrap_or_else(PoisonError::into_inner).upgrade()
+    }
 }
 
 impl HostState {
@@ -40,7 +56,7 @@ impl HostState {
             }
         }
         let slab = pool.slab("optimizer state", &Self::part_bytes(&plan))?;
-        Ok(Self { device: pool.device().clone(), plan, slab, snapshot: Arc::new(Mutex::new(Weak::new())) })
+        Ok(Self { device: pool.device().clone(), plan, slab, save: Arc::default() })
     }
 
     /// The plan that says what lies where.
@@ -66,26 +82,39 @@ impl HostState {
 
     /// Keeps a snapshot in mind: from now on chunks are protected before they change.
     pub fn keep(&self, snapshot: &Arc<Snapshot>) {
-        *self.snapshot.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(snapshot);
+        *self.save.snapshot.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(snapshot);
     }
 
     /// Tells a save under way that a step begins; it ends when the value is dropped.
     pub fn stepping(&self) -> Option<Stepping> {
-        let snapshot = self.snapshot.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
-        snapshot.map(|snapshot| snapshot.step())
+        self.save.stalls.store(0, Relaxed);
+        self.save.stall_ns.store(0, Relaxed);
+        self.save.snapshot().map(|snapshot| snapshot.step())
     }
 
-    /// Returns when regions of this state may be written, as far as a save under way is concerned.
+    /// Returns when a step may write regions of this state, as far as a save under way is concerned.
     pub(crate) fn protect(&self, regions: &[Region]) {
-        let snapshot = self.snapshot.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
-        let Some(snapshot) = snapshot else { return };
-        regions.iter().for_each(|region| snapshot.protect(region));
+        let Some(snapshot) = self.save.snapshot() else { return };
+        for region in regions {
+            let (stalls, stall_ns) = snapshot.protect(region);
+            self.save.stalls.fetch_add(stalls, Relaxed);
+            self.save.stall_ns.fetch_add(stall_ns, Relaxed);
+        }
     }
 
     /// The same for all of it, before the host writes into it.
     pub fn protect_all(&self) -> Result<()> {
-        self.protect(&self.extent()?.0);
+        if let Some(snapshot) = self.save.snapshot() {
+            for arena in self.extent()?.0 {
+                snapshot.protect(&arena);
+            }
+        }
         Ok(())
+    }
+
+    /// How often the last step waited for a save, and for how many nanoseconds.
+    pub fn save_stalls(&self) -> (u64, u64) {
+        (self.save.stalls.load(Relaxed), self.save.stall_ns.load(Relaxed))
     }
 
     /// One tensor's state of one kind: contiguous, in the tensor's own order. `None` where that kind is not kept.
