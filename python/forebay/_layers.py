@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from forebay._saved import untraced
 from forebay._torch import capturing, local
 from forebay.errors import OptionError
 
@@ -202,6 +203,7 @@ class Layer:
         self.saver.devices = self.device.type
         return self.device.type in ("cuda", "cpu")
 
+    @untraced
     def pack(self, tensor: torch.Tensor) -> Saved | Stay:
         """Take a tensor that the layer saves."""
         # Beside recomputation only inputs are on the tape. What a kept layer saves would make them look few.

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from forebay._budget import MEASURING
 from forebay._layers import _CHECKPOINT, Layer, _inside_checkpoint, _stay_out
+from forebay._saved import untraced
 from forebay._select import Results
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class _Call:
         self.seen: dict[int | None, bool] = {}
         self.probe = layer.budget.probe(state, layer)
 
+    @untraced
     def pack(self, tensor: torch.Tensor) -> Saved | Stay:
         """Take a tensor that autograd saves: all that the layer saves, or the inputs of one that is recomputed."""
         saver, way = self.layer.saver, self.way
@@ -72,6 +74,7 @@ class _Call:
             return saver.stay(tensor)
         return self.put(tensor, leaves)
 
+    @untraced
     def unpack(self, packed: Saved | Stay) -> torch.Tensor:
         """Give a tensor back."""
         self.layer.budget.opens(self.state, self.layer.number, self.engine)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -23,9 +23,16 @@ if TYPE_CHECKING:
 ON_DEVICE, FETCH_NOW = 0, 2
 """What the engine says about an entry's place; 1 is in between: on its way, or arrived."""
 
+_Hook = TypeVar("_Hook", bound="Callable[..., Any]")
+
 _empties: dict[torch.device, torch.Tensor] = {}
 
 _is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def untraced(hook: _Hook) -> _Hook:
+    """Mark a hook: compiled code inside a layer would have it traced, and what it looks at is not there then."""
+    return cast("_Hook", torch._disable_dynamo(hook))  # type: ignore[attr-defined]
 
 
 def open_engine(
@@ -59,7 +66,10 @@ class Stay:
 class Saved:
     """A saved tensor on the engine's tape; it lives as long as autograd may ask for it."""
 
-    __slots__ = ("counter", "dtype", "engine", "entry", "kept", "offset", "save", "shape", "start", "stride", "version")
+    __slots__ = (
+        *("counter", "dtype", "engine", "entry", "kept", "offset", "save", "shape", "start", "stride"),
+        "version",
+    )
 
     counter: torch.Tensor
     """Shares the tensor's version counter, and nothing else: see ``counter_of``."""
@@ -244,6 +254,7 @@ class Saver:
         base = tensor._base
         return base is not None and type(base) is not torch.Tensor
 
+    @untraced
     def pack(
         self,
         tensor: torch.Tensor,
@@ -278,6 +289,7 @@ class Saver:
                 stacklevel=3,
             )
 
+    @untraced
     def unpack(self, packed: Saved | Stay) -> torch.Tensor:
         """Give it back, unchanged or not at all."""
         if isinstance(packed, Stay):
