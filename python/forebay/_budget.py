@@ -245,7 +245,8 @@ class Budget:
         shape = next((a.shape for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), torch.Size((1, 1)))
         leading = tuple(shape[:-1]) or (1,)
         tokens = max(1, math.prod(leading))
-        trained = next((p for layer in self.layers for p in layer.module.parameters() if p.requires_grad), None)
+        every = (p for layer in self.layers for p in layer.module.parameters())
+        trained = next((p for p in every if p.requires_grad and p.is_leaf), None)
         # A pass that has to make the gradients takes more memory than one that adds to them.
         makes = trained is not None and trained.grad is None
         training = self.layers[0].module.training
@@ -289,7 +290,7 @@ class Budget:
         kind = self.kinds[i]
         probed = kind.first == i or kind.reason is not None or not self.may_recompute
         seen = self.layers[i].module.training in kind.vetted
-        if probed or not seen or not self.layers[i].can_recompute():
+        if probed or not seen:
             return Way(recompute=False, let_go_at=i + 1, fetch_at=i, offload_bytes=math.inf)
         return Way(recompute=True, let_go_at=i + 1, fetch_at=min(i + 1, n - 1))
 
@@ -526,7 +527,7 @@ class Budget:
             rows.append(
                 {
                     "name": f"layer {i}, {kind.names[0]}",
-                    "can_recompute": self.may_recompute and kind.reason is None and self.layers[i].can_recompute(),
+                    "can_recompute": self.may_recompute and kind.reason is None,
                     "forward_ns": forward_ns,
                     "backward_ns": backward_ns,
                     "recompute_ns": int(forward_ns * kind.again),

@@ -67,12 +67,14 @@ class Saved:
     """A saved tensor on the engine's tape; it lives as long as autograd may ask for it."""
 
     __slots__ = (
-        *("counter", "dtype", "engine", "entry", "kept", "offset", "save", "shape", "start", "stride"),
+        *("counter", "dtype", "engine", "entry", "first", "kept", "offset", "save", "shape", "start", "stride"),
         "version",
     )
 
     counter: torch.Tensor
     """Shares the tensor's version counter, and nothing else: see ``counter_of``."""
+    first: bool
+    """Whether nothing else on the tape is of the same memory."""
     kept: torch.Tensor | None
     """The tensor itself, where it stays on the device."""
     offset: int
@@ -163,6 +165,7 @@ class Engine:
                 storage._cdata, size, address, start, length, version, may_leave, counted, self.stream(), route
             )
             saved = Saved(self, tensor, save, entry)
+            saved.first = new
             if leaves:
                 saved.offset, saved.start = int(tensor.storage_offset()), start // tensor.element_size()
             else:
@@ -235,6 +238,7 @@ class Saver:
         self.devices, self.min_bytes, self.open_core = devices, min_bytes, open_core
         self.engines: dict[torch.device, Engine] = {}
         self.warned = False
+        self.said: set[str] = set()
 
     def engine(self, device: torch.device) -> Engine:
         """Return the engine of a device, opened at its first use."""

@@ -91,7 +91,7 @@ def by_chance(handle: Any, seed: int) -> None:
         n = len(ways)
         drawn = []
         for i, kind in enumerate(budget.kinds):
-            may = kind.vetted and kind.reason is None and budget.layers[i].can_recompute()
+            may = bool(kind.vetted) and kind.reason is None
             keys = [key for key in kind.keys if chance.random() < 0.5]
             drawn.append(
                 Way(
