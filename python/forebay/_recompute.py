@@ -2,7 +2,7 @@
 
 It is torch's checkpoint, given what it leaves out. Tensors are saved wherever they are among the arguments, so that a
 change in place is noticed and hooks see all of them; names of arguments are the layer's own; arguments that the layer
-changes are for the second time what they were.
+changes are for the second time what they were; and so is the layer, see :mod:`forebay._as_it_was`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from forebay import _kv_cache
+from forebay._as_it_was import AsItWas
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,13 +82,14 @@ def _is_over() -> bool:
 
 
 class Call:
-    """A call of a layer, which the second time with what it was given the first."""
+    """A call of a layer, which runs as it is the first time and as it was from then on."""
 
     def __init__(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Not the layer itself, which knows the engine: what waits for its backward pass must not hold that.
-        self.inner = layer.inner
+        self.module, self.inner, self.name = layer.module, layer.inner, f"layer {layer.number}"
         self.given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self.arguments = Arguments((args, kwargs), layer.cache_index)
+        self.was: AsItWas | None = None
 
     def run(self, device: torch.device, **options: Any) -> Any:
         """Run it, to be recomputed."""
@@ -101,12 +103,17 @@ class Call:
         """Run the layer, or run it again with its saved tensors."""
         if self.given is not None:
             (args, kwargs), self.given = self.given, None
-            return self.inner(*args, **kwargs)
+            self.was = AsItWas(self.module, self.name)
+            result = self.inner(*args, **kwargs)
+            self.was.settle()
+            return result
+        assert self.was is not None
         args, kwargs = self.arguments.again(iter(tensors))
-        try:
-            return self.inner(*args, **kwargs)
-        except RuntimeError as error:
-            # What ends a recomputation early is an exception. TorchScript puts its own in place of it.
-            if _is_over():
-                raise _Stop from error
-            raise
+        with self.was.restored():
+            try:
+                return self.inner(*args, **kwargs)
+            except RuntimeError as error:
+                # What ends a recomputation early is an exception. TorchScript puts its own in place of it.
+                if _is_over():
+                    raise _Stop from error
+                raise
