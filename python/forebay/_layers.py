@@ -124,6 +124,9 @@ def _stay_out() -> bool:
     """Whether nothing is saved now that should be offloaded."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return True
+    # Transforms of torch.func and forward-mode differentiation, which have no place for hooks or a checkpoint.
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0:
+        return True
     # Recomputed inside a backward pass, for use at once; or captured into a graph, where nothing may be waited for.
     if torch._C._current_graph_task_id() != -1:
         return True

@@ -249,3 +249,33 @@ def test_a_module_inside_a_layer_compiled_in_place(how: str, device: torch.devic
         for _ in range(PASSES):
             assert_same(expected, train(model, x))
     assert context.stats()["stored_bytes"] > 0
+
+
+def by_gradient(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    held = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    loss = torch.func.grad(lambda given: torch.func.functional_call(model, given, (x,)).square().mean())
+    return list(loss(held).values())
+
+
+def by_batches(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.func.vmap(lambda one: model(one[None])[0])(x)]
+
+
+def forwards(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    forward_ad = torch.autograd.forward_ad
+    with forward_ad.dual_level():
+        return [forward_ad.unpack_dual(model(forward_ad.make_dual(x.clone(), torch.ones_like(x)))).tangent]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("how", OFFLOADS)
+@pytest.mark.parametrize("run", [by_gradient, by_batches, forwards], ids=lambda run: run.__name__)
+def test_transforms_are_left_alone(run, how: str, device: torch.device) -> None:
+    model, x = stack(device), data(device)
+    expected, trained = run(model, x), train(model, x)
+    with OFFLOADS[how](model) as handle:
+        for _ in range(2):
+            assert_same(expected, run(model, x))
+        assert handle.stats()["stored_bytes"] == 0
+        assert_same(trained, train(model, x))
+        assert handle.stats()["stored_bytes"] > 0
