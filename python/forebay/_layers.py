@@ -104,6 +104,14 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or not (call is None or isinstance(call, Layer))
 
 
+def compiled_around(model: torch.nn.Module, layers: list[torch.nn.Module]) -> str | None:
+    """Return the name of a module that is compiled with layers inside, if there is one."""
+    for module in model.modules():
+        if is_compiled(module) and any(inner in layers for inner in module.modules() if inner is not module):
+            return "the model" if module is model else f"a {type(module).__name__}"
+    return None
+
+
 def _inside_checkpoint() -> bool:
     """Whether a checkpoint of torch's own has its hooks in place: ours on top of them would stop its recomputation."""
     if _top_hooks is None:
@@ -152,6 +160,15 @@ class Layer:
     def install(self) -> None:
         """Take the place of the module's call. Written past ``__setattr__``, which a compiled module redirects."""
         self.module.__dict__[_CALL] = self
+
+    def stay_installed(self) -> bool:
+        """Take the place again if the module was compiled since, which puts the compiled call there; whether it was."""
+        found = self.module.__dict__.get(_CALL)
+        if found is self or found is None:
+            return False
+        self.inner = self.previous = found
+        self.install()
+        return True
 
     def remove(self) -> None:
         """Put the module's call back."""
@@ -240,6 +257,44 @@ class Layer:
 
 def _same(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
+
+
+def _nothing(*_: Any) -> None:
+    """Stand where the hook is in the model that this one is a copy of."""
+
+
+def _nothing_is_noted() -> Callable[..., None]:
+    return _nothing
+
+
+@untraced
+def _say_compiled() -> None:
+    warnings.warn(
+        "the model was compiled as a whole after offload_activations, so its layers are not called one by one and "
+        "nothing is offloaded; compile the layers instead, `for layer in layers: layer.compile()`",
+        stacklevel=2,
+    )
+
+
+class Begins:
+    """Stands before the call of the model."""
+
+    def __init__(self, layers: list[Layer], begin: Callable[[], None] | None = None) -> None:
+        self.layers, self.begin = layers, begin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the model is not offloaded.
+        return (_nothing_is_noted, ())
+
+    def __call__(self, *_: Any) -> None:
+        """See to it that calls of layers come by us, and note under a budget that a pass begins."""
+        if torch.compiler.is_compiling():
+            _say_compiled()
+            return
+        for layer in self.layers:
+            layer.stay_installed()
+        if self.begin is not None:
+            self.begin()
 
 
 class Recomputed:

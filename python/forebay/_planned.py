@@ -16,7 +16,7 @@ from forebay._saved import untraced
 from forebay._select import Results
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from forebay._budget import Budget, Pass, Way
     from forebay._saved import Saved, Saver, Stay
@@ -109,6 +109,12 @@ class PlannedLayer(Layer):
         """Whether FSDP2 has the layer's parameters, as it may from later on."""
         return _is_managed(self.module)
 
+    def stay_installed(self) -> bool:
+        """Take the place of the module's call again if it was compiled since; whether it was."""
+        compiled = super().stay_installed()
+        self.is_compiled = self.is_compiled or compiled
+        return compiled
+
     def is_entered(self) -> bool:
         """Whether this thread is inside a call of it already."""
         return self.number in getattr(self.budget.local, "inside", ())
@@ -156,26 +162,3 @@ class PlannedLayer(Layer):
         if state.stage < MEASURING:
             budget.vetted(self, run.probe)
         engine.let_go_before(number + 1)
-
-
-def _nothing(*_: Any) -> None:
-    """Stand where the hook is in the model that this one is a copy of."""
-
-
-def _nothing_is_noted() -> Callable[..., None]:
-    return _nothing
-
-
-class Begins:
-    """Stands before the call of the model: a pass begins there, not with its first layer."""
-
-    def __init__(self, budget: Budget) -> None:
-        self.budget = budget
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the model is not offloaded.
-        return (_nothing_is_noted, ())
-
-    def __call__(self, *_: Any) -> None:
-        """Note it."""
-        self.budget.model_begins()

@@ -251,6 +251,44 @@ def test_a_module_inside_a_layer_compiled_in_place(how: str, device: torch.devic
     assert context.stats()["stored_bytes"] > 0
 
 
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("how", OFFLOADS)
+def test_layers_may_be_compiled_afterwards(how: str, device: torch.device) -> None:
+    torch._dynamo.reset()
+    model, x = stack(device), data(device)
+    expected = train(model, x)
+    with OFFLOADS[how](model) as handle:
+        for layer in model.layers:
+            layer.compile(backend="aot_eager")
+        for _ in range(PASSES):
+            assert_same(expected, train(model, x))
+        assert handle.stats()["stored_bytes"] > 0
+    assert all(layer._compiled_call_impl is not None for layer in model.layers)
+    assert_same(expected, train(model, x))
+
+
+@pytest.mark.parametrize("how", OFFLOADS)
+@pytest.mark.parametrize("inner", [False, True])
+def test_what_is_compiled_as_a_whole_in_place_is_refused(inner: bool, how: str, device: torch.device) -> None:
+    model = stack(device)
+    model.compile(backend="eager")
+    whole, named = (nn.Sequential(model), "a Stack") if inner else (model, "the model")
+    with pytest.raises(forebay.OptionError, match=rf"{named} is compiled as a whole.*compile the layers instead"):
+        OFFLOADS[how](whole)
+
+
+@pytest.mark.parametrize("how", OFFLOADS)
+def test_a_model_compiled_as_a_whole_afterwards_is_named(how: str, device: torch.device) -> None:
+    torch._dynamo.reset()
+    model, x = stack(device), data(device)
+    expected = train(model, x)
+    with OFFLOADS[how](model) as handle:
+        model.compile(backend="aot_eager")
+        with pytest.warns(UserWarning, match=r"compiled as a whole after offload_activations.*nothing is offloaded"):
+            assert_same(expected, train(model, x))
+        assert handle.stats()["stored_bytes"] == 0
+
+
 def by_gradient(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     held = {name: parameter.detach() for name, parameter in model.named_parameters()}
     loss = torch.func.grad(lambda given: torch.func.functional_call(model, given, (x,)).square().mean())
