@@ -182,6 +182,10 @@ class Layer:
         """Call the layer, offloading what it saves."""
         if torch.compiler.is_compiling():
             return self.inner(*args, **kwargs)
+        # Replicas of DataParallel come with all that the module has, but are called with parameters of their own.
+        called = sys._getframe(1).f_locals.get("self")
+        if called is not None and called is not self.module and getattr(called, "_is_replica", False):
+            return called._call_impl(*args, **kwargs)
         if _stay_out() or not self.is_ready(args, kwargs):
             return self.inner(*args, **kwargs)
         if _inside_checkpoint():

@@ -1,6 +1,7 @@
 """How a layer is called: whatever it is given, and whoever calls it, a recomputed call is the same call."""
 
 import dataclasses
+import types
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from offload_helpers import (
     assert_nothing_left,
     assert_same,
     data,
+    gradients,
     offloaded,
     stack,
     train,
@@ -317,3 +319,32 @@ def test_transforms_are_left_alone(run, how: str, device: torch.device) -> None:
         assert handle.stats()["stored_bytes"] == 0
         assert_same(trained, train(model, x))
         assert handle.stats()["stored_bytes"] > 0
+
+
+def replica_of(module: nn.Module) -> nn.Module:
+    """Return what DataParallel calls, with parameters that are all zero."""
+    replica = module._replicate_for_data_parallel()
+    for name, child in module._modules.items():
+        replica._modules[name] = replica_of(child)
+    for name, parameter in module._parameters.items():
+        object.__setattr__(replica, name, torch.zeros_like(parameter))
+    return replica
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("how", OFFLOADS)
+def test_replicas_have_parameters_of_their_own(how: str, grad: bool, device: torch.device) -> None:
+    model, x = stack(device), data(device)
+    with OFFLOADS[how](model), torch.set_grad_enabled(grad):
+        assert torch.equal(replica_of(model.layers[0])(x), x)
+        assert not torch.equal(model.layers[0](x), x)
+
+
+def test_layers_called_by_other_means(device: torch.device) -> None:
+    """Whoever the caller is, and whatever it calls itself."""
+    model, x = stack(device), data(device)
+    expected = model.layers[0](x)
+    with offloaded(model):
+        caller = types.SimpleNamespace(call=model.layers[0]._compiled_call_impl)
+        assert torch.equal(caller.call(x), expected)
+        gradients(model)
