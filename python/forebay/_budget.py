@@ -204,7 +204,8 @@ class Budget:
     def _begin(self, begin: Point, tensors: list[torch.Tensor]) -> Pass:
         shape = shape_of(tensors)
         tokens = max(1, math.prod(shape[:-1]))
-        trained = next((p for layer in self.layers for p in layer.module.parameters() if p.requires_grad), None)
+        every = (p for layer in self.layers for p in layer.module.parameters())
+        trained = next((p for p in every if p.requires_grad and p.is_leaf), None)
         # A pass that has to make the gradients takes more memory than one that adds to them.
         makes = trained is not None and trained.grad is None
         if not self.modules or self.book.cost is None:
@@ -251,11 +252,11 @@ class Budget:
         grain = max(1, whole // 256)
         return max(0, int((self.share or 0.0) * whole) - now) // grain * grain
 
-    def way(self, state: Pass, number: int, layer: PlannedLayer) -> Way:
+    def way(self, state: Pass, number: int) -> Way:
         """Return what becomes of a call; in the first pass that depends on the calls before it."""
         if state.stage < MEASURING:
             kind = state.book.kinds[number]
-            may = self.may_recompute and kind.vetted and kind.reason is None and layer.can_recompute()
+            may = self.may_recompute and kind.vetted and kind.reason is None
             way = _whole(number)
             if may and kind.first != number:
                 way = Way(recompute=True, let_go_at=number + 1, fetch_at=min(number + 1, len(state.ways) - 1))
@@ -372,11 +373,8 @@ class Budget:
         if state.stage == MEASURING - 1 and book.cost is None:
             book.tokens = state.tokens
             host = {"host_bytes": self._host_bytes(int(self.saver.stats()["pinned_bytes"]))}
-            book.cost = cost_of(state, self.clock, self._can_recompute) | host | self._wire()
+            book.cost = cost_of(state, self.clock, may_recompute=self.may_recompute) | host | self._wire()
             book.keys = [kind.keys for kind in self._kinds(book)]
-
-    def _can_recompute(self, number: int) -> bool:
-        return self.may_recompute and self.layers[self.places[number].layer].can_recompute()
 
     def _glance(self, state: Pass) -> None:
         """Learn from a pass that nobody watched: its time, and its peak where that is a new one."""

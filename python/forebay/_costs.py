@@ -32,7 +32,7 @@ def times_of(state: Pass, clock: Clock) -> list[dict[str, float]]:
     return found
 
 
-def cost_of(state: Pass, clock: Clock, can_recompute: Callable[[int], bool]) -> dict[str, Any]:
+def cost_of(state: Pass, clock: Clock, *, may_recompute: bool) -> dict[str, Any]:
     """Return what the calls of a measuring pass take, and what there is outside of them."""
     begin, known = state.points[0], state.book.kinds
     enters = {point.call: point for point in state.points if point.what == "enter"}
@@ -56,7 +56,7 @@ def cost_of(state: Pass, clock: Clock, can_recompute: Callable[[int], bool]) -> 
             {
                 "name": f"layer {i}, {kind.name}",
                 # There is no point in it where nothing is saved.
-                "can_recompute": kind.reason is None and kind.saved_bytes > 0 and can_recompute(i),
+                "can_recompute": may_recompute and kind.reason is None and kind.saved_bytes > 0,
                 "forward_ns": forward_ns,
                 "backward_ns": backward_ns,
                 "recompute_ns": int(forward_ns * kind.again),

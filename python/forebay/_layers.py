@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -11,8 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils.checkpoint
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from forebay import _kv_cache
+from forebay._recompute import Call
+from forebay._saved import untraced
 from forebay._torch import capturing, local
 from forebay.errors import OptionError
 
@@ -96,6 +99,20 @@ def find_layers(model: torch.nn.Module, layers: Any) -> list[torch.nn.Module]:
     return found
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether a module was compiled, in place or as another that calls it."""
+    call = module.__dict__.get(_CALL)
+    return hasattr(module, "_orig_mod") or not (call is None or isinstance(call, Layer))
+
+
+def compiled_around(model: torch.nn.Module, layers: list[torch.nn.Module]) -> str | None:
+    """Return the name of a module that is compiled with layers inside, if there is one."""
+    for module in model.modules():
+        if is_compiled(module) and any(inner in layers for inner in module.modules() if inner is not module):
+            return "the model" if module is model else f"a {type(module).__name__}"
+    return None
+
+
 def _inside_checkpoint() -> bool:
     """Whether a checkpoint of torch's own has its hooks in place: ours on top of them would stop its recomputation."""
     if _top_hooks is None:
@@ -116,6 +133,9 @@ def _stay_out() -> bool:
     """Whether nothing is saved now that should be offloaded."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return True
+    # Transforms of torch.func and forward-mode differentiation, which have no place for hooks or a checkpoint.
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch.autograd.forward_ad._current_level >= 0:
+        return True
     # Recomputed inside a backward pass, for use at once; or captured into a graph, where nothing may be waited for.
     if torch._C._current_graph_task_id() != -1:
         return True
@@ -125,26 +145,31 @@ def _stay_out() -> bool:
 class Layer:
     """Stands before the call of one layer and has its saved tensors offloaded."""
 
+    advice = (
+        "call forebay.offload_activations after gradient_checkpointing_enable, or drop that checkpoint and use "
+        "recompute=True"
+    )
+
     def __init__(self, saver: Saver, number: int, module: torch.nn.Module, *, keep: bool, recompute: bool) -> None:
         self.saver, self.number, self.module, self.keep, self.recompute = saver, number, module, keep, recompute
         self.inner: Callable[..., Any] = module.__dict__.get(_CALL) or module._call_impl
         self.previous = module.__dict__.get(_CALL)
-        # A compiled module shows the attributes of the one inside, but calls it by itself.
-        self.has_checkpoint = hasattr(module, "gradient_checkpointing") and not hasattr(module, "_orig_mod")
-        self.previous_checkpoint: tuple[Any, bool] | None = None
+        self.cache_index = _kv_cache.index_of(module)
         self.fixed: set[int] | None = None
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
-        self.warned = False
 
     def install(self) -> None:
         """Take the place of the module's call. Written past ``__setattr__``, which a compiled module redirects."""
         self.module.__dict__[_CALL] = self
-        if self.recompute and not self.keep and self.has_checkpoint and not self.module.gradient_checkpointing:
-            # transformers' own way in: it knows what may not run twice, such as a cache.
-            function = functools.partial(checkpoint, use_reentrant=False)
-            self.previous_checkpoint = (self.module.__dict__.get(_CHECKPOINT), False)
-            self.module.gradient_checkpointing = True  # type: ignore[assignment]
-            self.module.__dict__[_CHECKPOINT] = Recomputed(function, {id(self.module): self})
+
+    def stay_installed(self) -> bool:
+        """Take the place again if the module was compiled since, which puts the compiled call there; whether it was."""
+        found = self.module.__dict__.get(_CALL)
+        if found is self or found is None:
+            return False
+        self.inner = self.previous = found
+        self.install()
+        return True
 
     def remove(self) -> None:
         """Put the module's call back."""
@@ -153,35 +178,51 @@ class Layer:
                 del self.module.__dict__[_CALL]
             else:
                 self.module.__dict__[_CALL] = self.previous
-        if self.previous_checkpoint is not None:
-            function, self.module.gradient_checkpointing = self.previous_checkpoint  # type: ignore[assignment]
-            self.module.__dict__.pop(_CHECKPOINT, None)
-            if function is not None:
-                self.module.__dict__[_CHECKPOINT] = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the layer, offloading what it saves."""
+        if torch.compiler.is_compiling():
+            return self.inner(*args, **kwargs)
+        # Replicas of DataParallel come with all that the module has, but are called with parameters of their own.
+        called = sys._getframe(1).f_locals.get("self")
+        if called is not None and called is not self.module and getattr(called, "_is_replica", False):
+            return called._call_impl(*args, **kwargs)
         if _stay_out() or not self.is_ready(args, kwargs):
             return self.inner(*args, **kwargs)
         if _inside_checkpoint():
             self.warn_inside()
             return self.inner(*args, **kwargs)
+        return self.lead(args, kwargs)
+
+    def lead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the layer, recomputed or not."""
+        call = self.twice(args, kwargs) if self.recompute and not self.keep else None
         with self.entered():
-            if self.recompute and not self.keep and not self.has_checkpoint:
-                return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
-            return self.inner(*args, **kwargs)
+            return call.run(self.device) if call is not None else self.inner(*args, **kwargs)
+
+    def twice(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        """Return the call as one that can be recomputed; None where it cannot."""
+        call = Call(self, args, kwargs)
+        if not call.arguments.refused:
+            return call
+        self.say_once(
+            f"is given a {call.arguments.refused} that is filled already, or that forebay does not know, so this call "
+            "is not recomputed; pass use_cache=False if no cache is wanted"
+        )
+        return None
 
     def warn_inside(self) -> None:
         """Say once that a checkpoint around the layer leaves nothing to offload."""
-        handled = isinstance(self.module.__dict__.get(_CHECKPOINT), Recomputed)
-        if not (self.warned or handled):
-            self.warned = True
-            warnings.warn(
-                f"layer {self.number} runs inside a checkpoint that forebay does not know of, so nothing of it is "
-                "offloaded; call forebay.offload_activations after gradient_checkpointing_enable, or drop that "
-                "checkpoint and use recompute=True",
-                stacklevel=4,
+        if not isinstance(self.module.__dict__.get(_CHECKPOINT), Recomputed):
+            self.say_once(
+                f"runs inside a checkpoint that forebay does not know of, so nothing of it is offloaded; {self.advice}"
             )
+
+    def say_once(self, what: str) -> None:
+        """Warn of what happens to the layer, once for all layers."""
+        if what not in self.saver.said:
+            self.saver.said.add(what)
+            warnings.warn(f"layer {self.number} {what}", stacklevel=5)
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
@@ -198,11 +239,13 @@ class Layer:
 
         Its inputs tell: parameters may be elsewhere until the layer runs, as FSDP2 has them on the host if asked to.
         """
-        device = _device_of((*args, *(kwargs or {}).values())) or _device_of(map(local, self.module.parameters()))
+        given = (*args, *(kwargs or {}).values())
+        device = _device_of(given) or _device_of(tree_leaves(given)) or _device_of(map(local, self.module.parameters()))
         self.device = device or self.device
         self.saver.devices = self.device.type
         return self.device.type in ("cuda", "cpu")
 
+    @untraced
     def pack(self, tensor: torch.Tensor) -> Saved | Stay:
         """Take a tensor that the layer saves."""
         # Beside recomputation only inputs are on the tape. What a kept layer saves would make them look few.
@@ -219,6 +262,59 @@ class Layer:
 
 def _same(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
+
+
+def _nothing(*_: Any) -> None:
+    """Stand where the hook is in the model that this one is a copy of."""
+
+
+def _nothing_is_noted() -> Callable[..., None]:
+    return _nothing
+
+
+@untraced
+def _say_compiled() -> None:
+    warnings.warn(
+        "the model was compiled as a whole after offload_activations, so its layers are not called one by one and "
+        "nothing is offloaded; compile the layers instead, `for layer in layers: layer.compile()`",
+        stacklevel=2,
+    )
+
+
+class Begins:
+    """Stands before the call of the model."""
+
+    def __init__(self, layers: list[Layer], begin: Callable[[], None] | None = None) -> None:
+        self.layers, self.begin = layers, begin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy of the model is not offloaded.
+        return (_nothing_is_noted, ())
+
+    def __call__(self, *_: Any) -> None:
+        """See to it that calls of layers come by us, and note under a budget that a pass begins."""
+        if torch.compiler.is_compiling():
+            _say_compiled()
+            return
+        for layer in self.layers:
+            layer.stay_installed()
+        if self.begin is not None:
+            self.begin()
+
+
+class Ends:
+    """Stands behind the call of the model."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self.end = end
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_nothing_is_noted, ())
+
+    def __call__(self, *_: Any) -> None:
+        """Note that the model has returned."""
+        if not torch.compiler.is_compiling():
+            self.end()
 
 
 class Recomputed:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import dataclasses
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 from forebay._budget import MEASURING
-from forebay._layers import _CHECKPOINT, Layer, _inside_checkpoint, _stay_out
+from forebay._layers import Layer, is_compiled
+from forebay._saved import untraced
 from forebay._select import Results
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from forebay._budget import Budget
     from forebay._passes import Pass, Way
@@ -41,6 +42,7 @@ class _Call:
         self.seen: dict[int | None, bool] = {}
         self.probe = layer.budget.probe(state, number, layer)
 
+    @untraced
     def pack(self, tensor: torch.Tensor) -> Saved | Stay:
         """Take a tensor that autograd saves: all that the layer saves, or the inputs of one that is recomputed."""
         saver, way = self.layer.saver, self.way
@@ -56,12 +58,15 @@ class _Call:
                 leaves = self.left + size <= way.offload_bytes
                 self.left += size if leaves else 0
             self.seen[storage] = leaves
-            if self.state.watched:
+            saved = self.put(tensor, leaves)
+            # Masks and positions are inputs of all layers, and there once.
+            if self.state.watched and (saved.first or not way.recompute):
                 packed = self.state.packed
                 packed[self.number] = packed.get(self.number, 0) + size
+            return saved
         return self.put(tensor, leaves)
 
-    def put(self, tensor: torch.Tensor, leaves: bool) -> Saved | Stay:
+    def put(self, tensor: torch.Tensor, leaves: bool) -> Saved:
         """Put a tensor on the tape, to leave or to stay."""
         way = self.way
         return self.layer.saver.route(tensor, (leaves, way.let_go_at, way.fetch_at))
@@ -73,65 +78,67 @@ class _Call:
             return saver.stay(tensor)
         return self.put(tensor, leaves)
 
+    @untraced
     def unpack(self, packed: Saved | Stay) -> torch.Tensor:
         """Give a tensor back."""
         self.layer.budget.opens(self.state, self.number, self.engine)
-        return self.layer.saver.unpack(packed)
+        try:
+            return self.layer.saver.unpack(packed)
+        except RuntimeError as error:
+            if self.way.recompute:
+                error.add_note(
+                    f"it is an input of layer {self.layer.number}, which is recomputed from it; if inputs of layers "
+                    "are changed in place, give budget_bytes together with recompute=False"
+                )
+            raise
 
 
 class PlannedLayer(Layer):
     """Stands before the call of one layer and has its plan followed."""
 
+    advice = (
+        "the plan cannot be followed; drop that checkpoint, which of transformers is gradient_checkpointing_disable()"
+    )
+
     def __init__(self, saver: Saver, number: int, module: torch.nn.Module, budget: Budget) -> None:
         super().__init__(saver, number, module, keep=False, recompute=True)
         self.budget = budget
-        self.is_compiled = any(
-            inner.__dict__.get("_compiled_call_impl") is not None or hasattr(inner, "_orig_mod")
-            for inner in module.modules()
-        )
+        self.is_compiled = any(map(is_compiled, module.modules()))
 
     @property
     def is_managed(self) -> bool:
         """Whether FSDP2 has the layer's parameters, as it may from later on."""
         return _is_managed(self.module)
 
-    def install(self) -> None:
-        """Take the place of the module's call."""
-        super().install()
-        if self.previous_checkpoint is not None:
-            self.module.__dict__[_CHECKPOINT] = Led(self)
-
-    def can_recompute(self) -> bool:
-        """Whether there is a way to recompute it: layers of transformers have theirs in training only."""
-        return not self.has_checkpoint or self.module.training
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the layer as planned."""
-        if _stay_out() or not self.is_ready(args, kwargs) or self.is_entered():
-            return self.inner(*args, **kwargs)
-        if _inside_checkpoint():
-            self.warn_inside()
-            return self.inner(*args, **kwargs)
-        return self.lead(self.inner, args, kwargs, can_recompute=not self.has_checkpoint)
+    def stay_installed(self) -> bool:
+        """Take the place of the module's call again if it was compiled since; whether it was."""
+        compiled = super().stay_installed()
+        self.is_compiled = self.is_compiled or compiled
+        return compiled
 
     def is_entered(self) -> bool:
         """Whether this thread is inside a call of it already."""
         return self.number in self.budget.local.inside
 
-    def lead(self, call: Callable[..., Any], args: Any, kwargs: Any, *, can_recompute: bool) -> Any:
+    def lead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the layer, recomputed or not, with its saved tensors led where the plan says."""
+        if self.is_entered():
+            return self.inner(*args, **kwargs)
         budget = self.budget
         state, number = budget.enter(self, args, kwargs)
-        way = budget.way(state, number, self)
+        way = budget.way(state, number)
+        call = self.twice(args, kwargs) if way.recompute else None
+        if way.recompute and call is None:
+            way = state.ways[number] = dataclasses.replace(way, recompute=False, offload_bytes=math.inf)
         run = _Call(self, state, number, way)
         with self.inside(run):
-            if not (way.recompute and can_recompute):
+            if call is None:
                 with run.probe or contextlib.nullcontext():
-                    return call(*args, **kwargs)
+                    return self.inner(*args, **kwargs)
             options: dict[str, Any] = {}
             if way.wanted and not self.is_compiled:
                 options["context_fn"] = Results(way.wanted, run.take, self.saver.unpack, self.device).modes
-            return checkpoint(call, *args, use_reentrant=False, **options, **kwargs)
+            return call.run(self.device, **options)
 
     @contextlib.contextmanager
     def inside(self, run: _Call) -> Iterator[None]:
@@ -156,56 +163,3 @@ class PlannedLayer(Layer):
         if state.stage < MEASURING:
             budget.vetted(state, number, run.probe)
         engine.let_go_before(number + 1)
-
-
-def _nothing(*_: Any) -> None:
-    """Stand where the hook is in the model that this one is a copy of."""
-
-
-def _nothing_is_noted() -> Callable[..., None]:
-    return _nothing
-
-
-class Begins:
-    """Stands before the call of the model: a pass begins there, not with its first layer."""
-
-    def __init__(self, budget: Budget) -> None:
-        self.budget = budget
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the model is not offloaded.
-        return (_nothing_is_noted, ())
-
-    def __call__(self, *_: Any) -> None:
-        """Note it."""
-        self.budget.model_begins()
-
-
-class Ends(Begins):
-    """Stands behind the call of the model."""
-
-    def __call__(self, *_: Any) -> None:
-        """Note it."""
-        self.budget.model_ends()
-
-
-def _plain() -> Callable[..., Any]:
-    return functools.partial(checkpoint, use_reentrant=False)
-
-
-class Led:
-    """Stands where a layer of transformers looks for the function that recomputes it."""
-
-    def __init__(self, layer: PlannedLayer) -> None:
-        self.layer = layer
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the model is not offloaded.
-        return (_plain, ())
-
-    def __call__(self, call: Any, *args: Any, **kwargs: Any) -> Any:
-        """Lead a call of the layer."""
-        layer = self.layer
-        if _stay_out() or _inside_checkpoint() or not layer.is_ready(args, kwargs) or layer.is_entered():
-            return call(*args, **kwargs)
-        return layer.lead(call, args, kwargs, can_recompute=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -23,9 +23,16 @@ if TYPE_CHECKING:
 ON_DEVICE, FETCH_NOW = 0, 2
 """What the engine says about an entry's place; 1 is in between: on its way, or arrived."""
 
+_Hook = TypeVar("_Hook", bound="Callable[..., Any]")
+
 _empties: dict[torch.device, torch.Tensor] = {}
 
 _is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def untraced(hook: _Hook) -> _Hook:
+    """Mark a hook: compiled code inside a layer would have it traced, and what it looks at is not there then."""
+    return cast("_Hook", torch._disable_dynamo(hook))  # type: ignore[attr-defined]
 
 
 def open_engine(
@@ -59,10 +66,15 @@ class Stay:
 class Saved:
     """A saved tensor on the engine's tape; it lives as long as autograd may ask for it."""
 
-    __slots__ = ("counter", "dtype", "engine", "entry", "kept", "offset", "save", "shape", "start", "stride", "version")
+    __slots__ = (
+        *("counter", "dtype", "engine", "entry", "first", "kept", "offset", "save", "shape", "start", "stride"),
+        "version",
+    )
 
     counter: torch.Tensor
     """Shares the tensor's version counter, and nothing else: see ``counter_of``."""
+    first: bool
+    """Whether nothing else on the tape is of the same memory."""
     kept: torch.Tensor | None
     """The tensor itself, where it stays on the device."""
     offset: int
@@ -153,6 +165,7 @@ class Engine:
                 storage._cdata, size, address, start, length, version, may_leave, counted, self.stream(), route
             )
             saved = Saved(self, tensor, save, entry)
+            saved.first = new
             if leaves:
                 saved.offset, saved.start = int(tensor.storage_offset()), start // tensor.element_size()
             else:
@@ -225,6 +238,7 @@ class Saver:
         self.devices, self.min_bytes, self.open_core = devices, min_bytes, open_core
         self.engines: dict[torch.device, Engine] = {}
         self.warned = False
+        self.said: set[str] = set()
 
     def engine(self, device: torch.device) -> Engine:
         """Return the engine of a device, opened at its first use."""
@@ -244,6 +258,7 @@ class Saver:
         base = tensor._base
         return base is not None and type(base) is not torch.Tensor
 
+    @untraced
     def pack(
         self,
         tensor: torch.Tensor,
@@ -278,6 +293,7 @@ class Saver:
                 stacklevel=3,
             )
 
+    @untraced
     def unpack(self, packed: Saved | Stay) -> torch.Tensor:
         """Give it back, unchanged or not at all."""
         if isinstance(packed, Stay):

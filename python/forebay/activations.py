@@ -13,8 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from forebay import _core, _saved
 from forebay._budget import Budget, capacity
-from forebay._layers import Layer, find_layers, is_checkpointed, wrap_checkpoints
-from forebay._planned import Begins, Ends, PlannedLayer
+from forebay._layers import Begins, Ends, Layer, compiled_around, find_layers, is_checkpointed, wrap_checkpoints
+from forebay._planned import PlannedLayer
 from forebay._saved import Saver
 from forebay.errors import OptionError
 
@@ -256,11 +256,6 @@ def offload_activations(
         raise OptionError(f"unknown option {', '.join(map(repr, unknown))}; the options are {', '.join(_OPTIONS)}")
     if not isinstance(model, torch.nn.Module):
         raise OptionError(f"invalid model: {type(model).__name__}; give a torch.nn.Module")
-    if hasattr(model, "_orig_mod") and hasattr(model, "dynamo_ctx"):
-        raise OptionError(
-            "the model is compiled as a whole, so its layers are not called one by one; compile the layers instead, "
-            "`for layer in layers: layer.compile()`, or put `with forebay.save_on_host():` around the forward pass"
-        )
     share = _share(fraction, auto=True)
     least = _whole("min_bytes", min_bytes, 0) or 0
     last = _whole("keep_last", keep_last, 0) or 0
@@ -286,6 +281,11 @@ def offload_activations(
         # Inputs alone are few bytes: all of them hide.
         share = 1.0
     found = find_layers(model, layers)
+    if (compiled := compiled_around(model, found)) is not None:
+        raise OptionError(
+            f"{compiled} is compiled as a whole, so its layers are not called one by one; compile the layers instead, "
+            "`for layer in layers: layer.compile()`, or put `with forebay.save_on_host():` around the forward pass"
+        )
     for number, module in enumerate(found):
         if isinstance(module.__dict__.get("_compiled_call_impl"), Layer):
             raise OptionError(
@@ -301,7 +301,8 @@ def offload_activations(
         Layer(saver, number, module, keep=number >= len(found) - last, recompute=recompute)
         for number, module in enumerate(found)
     ]
-    undo = wrap_checkpoints(model, wrapped)
+    hook = model.register_forward_pre_hook(Begins(wrapped), prepend=True)
+    undo = [*wrap_checkpoints(model, wrapped), hook.remove]
     for layer in wrapped:
         layer.install()
     return ActivationOffload(saver, wrapped, undo)
@@ -335,8 +336,8 @@ def _planned(
     budget = Budget(saver, limit, share, may_recompute=may_recompute, pinned_budget_bytes=pinned_budget_bytes)
     wrapped = [PlannedLayer(saver, number, module, budget) for number, module in enumerate(found)]
     budget.adopt(wrapped)
-    begins = model.register_forward_pre_hook(Begins(budget), prepend=True)
-    ends = model.register_forward_hook(Ends(budget), always_call=True)
+    begins = model.register_forward_pre_hook(Begins(list(wrapped), budget.model_begins), prepend=True)
+    ends = model.register_forward_hook(Ends(budget.model_ends), always_call=True)
     for layer in wrapped:
         layer.install()
     return ActivationOffload(saver, list(wrapped), [begins.remove, ends.remove], budget)

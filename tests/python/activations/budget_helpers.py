@@ -105,7 +105,7 @@ def by_chance(handle: Any, seed: int) -> None:
         n = len(ways)
         drawn = []
         for i, kind in enumerate(budget.kinds):
-            may = kind.vetted and kind.reason is None and budget.layers[i].can_recompute()
+            may = bool(kind.vetted) and kind.reason is None
             keys = [key for key in kind.keys if chance.random() < 0.5]
             drawn.append(
                 Way(
@@ -125,3 +125,23 @@ def by_chance(handle: Any, seed: int) -> None:
 def ways_are_planned(budget: Any) -> bool:
     """Whether the measuring passes of some shape are over."""
     return any(book.cost is not None for book in budget.books.values())
+
+
+def recomputed(model: nn.Module, how: str) -> Any:
+    """Have every layer recomputed, as an option or under a budget, where the first passes measure."""
+    if how == "option":
+        return forebay.offload_activations(model, recompute=True, keep_last=0, min_bytes=MIN_BYTES)
+    handle = budgeted(model, 1 << 29)
+
+    def draw(ways: list[Way]) -> list[Way]:
+        if ways_are_planned(handle._budget):
+            for way, kind in zip(ways, handle._budget.kinds, strict=True):
+                way.recompute, way.wanted = kind.reason is None, dict.fromkeys(kind.keys, True)
+        return ways
+
+    handle._budget.forced = draw
+    return handle
+
+
+HOWS = ["option", "budget"]
+PASSES = _budget.MEASURING + 2

@@ -77,16 +77,15 @@ def test_gradient_checkpointing_of_the_model_is_refused(device: torch.device) ->
 
 
 def test_training_in_evaluation_mode(device: torch.device) -> None:
-    """Layers of transformers recompute in training mode only; else they are kept or offloaded."""
+    """Transformers itself recomputes layers in training mode only."""
     model = tiny("llama", device).eval()
     expected = hf_step(model, device)
     calls = forwards_of(model)
     with budgeted(model, LARGE, min_bytes=256) as handle:
         by_chance(handle, 0)
         for _ in range(MEASURING + 3):
-            calls.clear()
             assert_same(expected, hf_step(model, device))
-            assert len(calls) == 4
+        assert len(calls) > 4 * (MEASURING + 3)
         assert_nothing_left(handle)
 
 

@@ -1,0 +1,139 @@
+"""A layer as it was when it ran: its settings, its tensors, and torch's own switches.
+
+A layer that is recomputed runs in the backward pass, when much may be otherwise: another adapter chosen, another mode,
+parameters put in place for one call only. What its call found in the forward pass, and did not change itself, it finds
+again; what cannot be had again, the old values of a parameter that was changed in place, is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
+_LISTS = frozenset({list, tuple})
+_SETTINGS = _PLAIN | _LISTS
+_LONGEST = 16
+"""Longer lists are data, not settings."""
+_GONE = object()
+
+
+def _find_switches() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
+    """Return torch's switches that change what a layer computes, but autocast's and the device's, as get and set."""
+    found: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [(torch.get_default_dtype, torch.set_default_dtype)]
+    names = [
+        (f"_get_{way}_sdp_enabled", f"_set_sdp_use_{way}")
+        for way in ("flash", "mem_efficient", "math", "cudnn", "overrideable")
+    ]
+    for get, put in (*names, ("_get_sdp_priority_order", "_set_sdp_priority_order")):
+        if hasattr(torch._C, get) and hasattr(torch._C, put):
+            found.append((getattr(torch._C, get), getattr(torch._C, put)))
+    return found
+
+
+_SWITCHES = _find_switches()
+
+
+def _is_short(value: Any) -> bool:
+    return len(value) <= _LONGEST and all(type(one) in _PLAIN for one in value)
+
+
+def _differ(now: Any, then: Any) -> bool:
+    if now is then:
+        return False
+    return type(now) is not type(then) or type(then) not in _SETTINGS or bool(now != then)
+
+
+def _parts(module: torch.nn.Module) -> Iterator[dict[str, Any]]:
+    """Return what each module in it holds, at a fraction of what ``modules()`` takes."""
+    seen = {module}
+    found = [module]
+    for inner in found:
+        mine = inner.__dict__
+        yield mine
+        for child in (mine.get("_modules") or {}).values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                found.append(child)
+
+
+class AsItWas:
+    """What a call of a layer finds, noted as it begins."""
+
+    def __init__(self, module: torch.nn.Module, name: str) -> None:
+        self.name = name
+        self.switches = [get() for get, _ in _SWITCHES]
+        # Each dictionary with what it held then; and of those the ones that hold parameters.
+        self.held: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.owned: list[dict[str, Any]] = []
+        self.parameters: list[tuple[torch.Tensor, bool, int]] = []
+        for mine in _parts(module):
+            if "_fsdp_wrapped_module" in (mine.get("_modules") or ()):
+                # What FSDP1's own module holds is how far it is.
+                continue
+            settings = {
+                key: value
+                for key, value in mine.items()
+                if (kind := type(value)) in _SETTINGS and (kind in _PLAIN or _is_short(value))
+            }
+            self.held.append((mine, settings))
+            if "_is_fsdp_managed_module" in mine:
+                # Its tensors are FSDP's to put in place and to fill, each time the layer runs.
+                continue
+            # TorchScript's modules have theirs elsewhere.
+            parameters, buffers = mine.get("_parameters"), mine.get("_buffers")
+            if parameters and isinstance(parameters, dict):
+                self.owned.append(dict(parameters.items()))
+                self.held.append((parameters, self.owned[-1]))
+            if buffers and isinstance(buffers, dict):
+                self.held.append((buffers, dict(buffers.items())))
+
+    def settle(self) -> None:
+        """Forget what the call changed itself, a counter or a cache of its own: that it is to find as it left it."""
+        for now, then in self.held:
+            changed = [key for key, value in then.items() if now.get(key, _GONE) is not value]
+            for key in changed:
+                if _differ(now.get(key, _GONE), then[key]):
+                    del then[key]
+        self.parameters = [
+            (tensor, tensor.requires_grad, tensor._version)
+            for then in self.owned
+            for tensor in then.values()
+            if tensor is not None and not tensor.is_inference()
+        ]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Have everything as it was, inside."""
+        for tensor, _, version in self.parameters:
+            if tensor._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"a parameter of {self.name}, {list(tensor.shape)}, is at version {tensor._version}; expected "
+                    f"version {version} instead. The layer is recomputed, so its parameters must not change between "
+                    "its forward and its backward pass"
+                )
+        undo: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+        try:
+            for (get, put), value in zip(_SWITCHES, self.switches, strict=True):
+                if (current := get()) != value:
+                    undo.append((put, (current,)))
+                    put(value)
+            for now, then in self.held:
+                for key, value in then.items():
+                    if _differ(current := now.get(key, _GONE), value):
+                        undo.append((now.pop, (key, None)) if current is _GONE else (now.__setitem__, (key, current)))
+                        now[key] = value
+            for tensor, required, _ in self.parameters:
+                if tensor.requires_grad != required and tensor.is_leaf:
+                    undo.append((tensor.requires_grad_, (not required,)))
+                    tensor.requires_grad_(required)
+            yield
+        finally:
+            for call, values in reversed(undo):
+                call(*values)

@@ -1,0 +1,164 @@
+"""Models of transformers keep their cache of keys and values, and their own switches, while layers are recomputed."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from budget_helpers import HOWS, PASSES, budgeted, recomputed
+from offload_helpers import assert_nothing_left, assert_same
+
+import forebay
+
+transformers = pytest.importorskip("transformers")
+
+from test_act_recompute import forwards_of, hf_step, tiny  # noqa: E402 -- it needs transformers too
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+def words(device: torch.device, length: int = 64) -> torch.Tensor:
+    return torch.randint(3, 97, (2, length), generator=torch.Generator().manual_seed(5)).to(device)
+
+
+def gradients(model) -> list[torch.Tensor]:
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def generated(model, device: torch.device) -> list[torch.Tensor]:
+    return [model.generate(words(device, 12), max_new_tokens=8, do_sample=False)]
+
+
+def continued(model, device: torch.device) -> list[torch.Tensor]:
+    with torch.no_grad():
+        first = model(words(device)[:, :40], use_cache=True)
+        return [model(words(device)[:, 40:], past_key_values=first.past_key_values).logits]
+
+
+def after_a_prefix(model, device: torch.device) -> list[torch.Tensor]:
+    """Train on what follows a prefix that is in the cache."""
+    with torch.no_grad():
+        cache = model(words(device)[:, :40], use_cache=True).past_key_values
+    rest = words(device)[:, 40:]
+    model(rest, past_key_values=cache, labels=rest).loss.backward()
+    return gradients(model)
+
+
+def piece_by_piece(model, device: torch.device) -> list[torch.Tensor]:
+    """Train on two pieces, with gradients through the cache from the second to the first."""
+    first = model(words(device)[:, :40], labels=words(device)[:, :40], use_cache=True)
+    rest = words(device)[:, 40:]
+    second = model(rest, past_key_values=first.past_key_values, labels=rest)
+    (first.loss + second.loss).backward()
+    return gradients(model)
+
+
+def what_is_cached(model, device: torch.device) -> list[torch.Tensor]:
+    out = model(words(device), labels=words(device))
+    cache = out.past_key_values
+    assert cache.get_seq_length() == 64
+    found = [part.keys.detach().clone() for part in cache.layers]
+    out.loss.backward()
+    assert cache.get_seq_length() == 64, "nothing is added in the backward pass"
+    return [*found, *gradients(model)]
+
+
+RUNS = [generated, continued, after_a_prefix, piece_by_piece, what_is_cached]
+
+
+@pytest.mark.filterwarnings("ignore:layer . is given a DynamicCache")
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+def test_a_cache_is_what_it_is_without_forebay(run, how: str, device: torch.device) -> None:
+    model = tiny("qwen2", device)
+    expected = run(model, device)
+    with recomputed(model, how) as handle:
+        for _ in range(PASSES):
+            assert_same(expected, run(model, device))
+        hf_step(model, device)
+        assert_nothing_left(handle)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_caches_of_a_window(how: str, device: torch.device) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = transformers.Qwen2Config(
+        **sizes, num_key_value_heads=2, vocab_size=97, use_sliding_window=True, sliding_window=20, max_window_layers=1
+    )
+    model = transformers.Qwen2ForCausalLM(config).to(device).train()
+    assert "sliding_attention" in config.layer_types
+    expected = hf_step(model, device)
+    calls = forwards_of(model)
+    with recomputed(model, how):
+        for _ in range(PASSES):
+            assert_same(expected, hf_step(model, device))
+    assert len(calls) > 3 * PASSES, "layers are recomputed although they are given a cache"
+
+
+def test_a_call_with_a_filled_cache_is_not_recomputed(device: torch.device) -> None:
+    model = tiny("qwen2", device)
+    calls = forwards_of(model)
+    with recomputed(model, "option"):
+        with pytest.warns(UserWarning, match="layer 0 is given a DynamicCache that is filled already") as caught:
+            after_a_prefix(model, device)
+        assert len(caught) == 1
+        assert calls == [0, 1, 2, 3] * 2
+        calls.clear()
+        hf_step(model, device)
+        assert len(calls) == 8
+
+
+@pytest.mark.filterwarnings("ignore:layer . is given a StaticCache", "ignore:forebay does not recompute layer 0")
+@pytest.mark.parametrize("how", HOWS)
+def test_a_cache_of_another_kind(how: str, device: torch.device) -> None:
+    model = tiny("qwen2", device)
+
+    def run() -> list[torch.Tensor]:
+        cache = transformers.StaticCache(config=model.config, max_cache_len=64)
+        model(words(device), labels=words(device), past_key_values=cache).loss.backward()
+        return gradients(model)
+
+    expected = run()
+    with recomputed(model, how):
+        for _ in range(PASSES):
+            assert_same(expected, run())
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_switches_of_the_model_are_its_own(how: str, device: torch.device) -> None:
+    model = tiny("qwen2", device)
+    expected = hf_step(model, device)
+    with recomputed(model, how):
+        hf_step(model, device)
+        assert not model.is_gradient_checkpointing
+        twin = copy.deepcopy(model)
+        calls = forwards_of(twin)
+        assert_same(expected, hf_step(twin, device))
+        assert len(calls) == 4, "a copy is not recomputed"
+        recomputed(twin, how).remove()
+        # What is off stays off, and what is recomputed stays so.
+        model.gradient_checkpointing_disable()
+        calls = forwards_of(model)
+        assert_same(expected, hf_step(model, device))
+        assert len(calls) > 4
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert model.is_gradient_checkpointing
+
+
+def test_checkpointing_that_is_switched_on_later_is_named_once(device: torch.device) -> None:
+    model = tiny("qwen2", device)
+    expected = hf_step(model, device)
+    with budgeted(model, 1 << 29):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                assert_same(expected, hf_step(model, device))
+        ours = [str(one.message) for one in caught if "checkpoint that forebay" in str(one.message)]
+        assert len(ours) == 1
+        assert ours[0].endswith("gradient_checkpointing_disable()")
+    with pytest.raises(forebay.OptionError, match=r"call gradient_checkpointing_disable\(\) first"):
+        budgeted(model, 1 << 29)
