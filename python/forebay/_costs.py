@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 from forebay._passes import Kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from forebay._passes import Pass
     from forebay._select import Clock
 

@@ -150,7 +150,8 @@ def stream_handle(device: torch.device) -> int:
 
 def capturing() -> bool:
     """Whether work is being captured into a CUDA graph. Never in a forked child, which cannot even ask."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return initialized and torch.cuda.is_current_stream_capturing()
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
