@@ -9,6 +9,7 @@ they were measured, they are measured again.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
@@ -478,17 +479,10 @@ class Budget:
             plan: dict[str, Any] = json.loads(_core.plan_activations(cost, budget, planned, book.tokens))
             return plan
 
-        frugal = False
         try:
-            plan = make(max(0, min(allowed, limit * 2)))
+            plan, frugal = make(max(0, min(allowed, limit * 2))), False
         except OptionError:
-            if allowed >= limit:
-                raise
-            # What was held back may be just what is missing; but where passes took more than planned, the least is due.
-            plan = make(limit)
-            least = make(None)
-            frugal = settled and least["peak_bytes"] <= limit
-            plan = least if frugal else plan
+            plan, frugal = _last_resort(make, limit, book.excess_bytes or 0.0, settled=settled)
         plan["model_peak_bytes"], plan["model_pass_ns"] = plan["peak_bytes"], plan["pass_ns"]
         plan["peak_bytes"] = int(plan["peak_bytes"] + (book.excess_bytes or 0.0))
         plan["pass_ns"] = int(plan["pass_ns"] * book.pace)
@@ -562,6 +556,19 @@ class Budget:
 def _whole(number: int) -> Way:
     """Offload all that a call saves, as soon as can be, and fetch it as late as can be."""
     return Way(recompute=False, let_go_at=number + 1, fetch_at=number, offload_bytes=math.inf)
+
+
+def _last_resort(
+    make: Callable[[int | None], dict[str, Any]], limit: int, excess: float, *, settled: bool
+) -> tuple[dict[str, Any], bool]:
+    """Return a plan where none leaves a little of the budget, and whether it is the one that takes least."""
+    # What was held back may be just what is missing; and before a prediction was checked it may be off by as much.
+    for budget in (limit - excess,) if settled else (limit, limit * (2 - FIRST_SHARE)):
+        with contextlib.suppress(OptionError):
+            return make(max(0, int(budget))), False
+    # Refused here if nothing fits; else passes took more than they were to, and the least is due.
+    plan, least = make(limit), make(None)
+    return (least if least["peak_bytes"] <= limit else plan), True
 
 
 def _is_over(state: Pass | None) -> bool:

@@ -229,6 +229,33 @@ def test_many_passes_under_way_are_not_taken_for_lost(device: torch.device) -> N
         assert handle.plan() is not None
 
 
+def test_a_budget_that_plain_torch_meets_is_not_refused(meter) -> None:
+    """Where gradients are nearly all of it, predictions that are off by little are off by more than can be gained."""
+    torch.manual_seed(0)
+    model, x = Stack(*(Block(256) for _ in range(8))), torch.randn(64, 256)
+
+    def run() -> list[torch.Tensor]:
+        model(x).square().mean().backward()
+        return gradients(model)
+
+    expected = run()
+    whole = peak_of(meter, run)
+    with budgeted(model, LARGE) as handle:
+        for _ in range(MEASURING + 1):
+            run()
+        least = handle.plan()["least_bytes"]
+    assert whole < least, "the test shows nothing"
+    with budgeted(model, (whole + least) // 2) as handle:
+        for _ in range(MEASURING + 4):
+            assert_same(expected, run())
+        assert handle.table()[-1]["peak_bytes"] <= (whole + least) // 2
+    with budgeted(model, whole - least // 50):
+        for _ in range(MEASURING):
+            run()
+        with pytest.raises(forebay.OptionError, match="raise the budget"):
+            run()
+
+
 class Normed(Block):
     """Has running statistics."""
 
