@@ -65,7 +65,14 @@ def what_is_cached(model, device: torch.device) -> list[torch.Tensor]:
     return [*found, *gradients(model)]
 
 
-RUNS = [generated, continued, after_a_prefix, piece_by_piece, what_is_cached]
+def backward_twice(model, device: torch.device) -> list[torch.Tensor]:
+    loss = model(words(device), labels=words(device)).loss
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return gradients(model)
+
+
+RUNS = [generated, continued, after_a_prefix, piece_by_piece, what_is_cached, backward_twice]
 
 
 @pytest.mark.filterwarnings("ignore:layer . is given a DynamicCache")
