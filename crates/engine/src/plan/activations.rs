@@ -629,10 +629,10 @@ impl ActivationPlan {
         let all: Vec<usize> = model.ways.iter().map(|ways| ways.len() - 1).collect();
         let kept = model.run(&all);
         // Where what is offloaded or recomputed needs more room than it saves, keeping takes less.
-        let (least_bytes, least_at) = paths.iter().map(|(_, outcome)| outcome).fold(
-            (kept.peak_bytes, kept.peak_at),
-            |least, found| if found.peak_bytes < least.0 { (found.peak_bytes, found.peak_at) } else { least },
-        );
+        let (least_bytes, least_at) =
+            paths.iter().map(|(_, outcome)| outcome).fold((kept.peak_bytes, kept.peak_at), |least, found| {
+                if found.peak_bytes < least.0 { (found.peak_bytes, found.peak_at) } else { least }
+            });
         paths.push((all, kept));
         let fitting = paths.into_iter().filter(|(_, outcome)| outcome.peak_bytes <= budget_bytes);
         // Of equals the one that moves least.
