@@ -65,7 +65,16 @@ def what_is_cached(model, device: torch.device) -> list[torch.Tensor]:
     return [*found, *gradients(model)]
 
 
-RUNS = [generated, continued, after_a_prefix, piece_by_piece, what_is_cached]
+def backward_twice(model, device: torch.device) -> list[torch.Tensor]:
+    mask = torch.ones_like(words(device))
+    mask[1, :9] = 0
+    loss = model(words(device), attention_mask=mask, labels=words(device)).loss
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return gradients(model)
+
+
+RUNS = [generated, continued, after_a_prefix, piece_by_piece, what_is_cached, backward_twice]
 
 
 @pytest.mark.filterwarnings("ignore:layer . is given a DynamicCache")

@@ -116,6 +116,25 @@ def test_inputs_leave_wherever_they_are(form: str, device: torch.device) -> None
         assert handle.stats()["stored_bytes"] == 3 * ACTIVATION_BYTES
 
 
+def test_an_input_of_all_layers_is_counted_once(device: torch.device) -> None:
+    class Masked(Block):
+        def forward(self, x: torch.Tensor, *, mask: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * mask
+
+    class Calls(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mask = torch.ones_like(x)
+            for layer in self.layers:
+                x = layer(x, mask=mask)
+            return x
+
+    model = Calls(Masked(), Masked(), Masked()).to(device)
+    with recomputed(model, "budget") as handle:
+        for _ in range(PASSES):
+            seeded(model, data(device))
+        assert handle._budget.kinds[0].input_bytes == ACTIVATION_BYTES
+
+
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "opaque"])
 def test_an_input_that_is_changed_in_place_is_named(form: str, how: str, device: torch.device) -> None:
