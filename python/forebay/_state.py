@@ -203,13 +203,22 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
         if isinstance(kept, Kept) and kept.state is not None:
             self._optimizer._settle(parameter)
             kept.state, self.edited = None, True
-            if self._optimizer._homes[id(parameter)][0] >= 0:
+            if self._optimizer._homes[id(parameter)][0] >= 0 and not self._optimizer._closed:
                 self._taken[id(parameter)] = weakref.ref(kept)
-                return
-            # Not in a slab: the memory goes with whoever holds the dict.
-            del self._optimizer._homes[id(parameter)]
-            for view in self.places.pop(id(parameter)).values():
-                self.storages.pop(local(view).untyped_storage().data_ptr(), None)
+            else:
+                # Not in a slab that is used again: the memory goes with whoever holds the dict.
+                self._forget(id(parameter))
+
+    def _forget(self, number: int) -> None:
+        del self._optimizer._homes[number]
+        for view in self.places.pop(number).values():
+            self.storages.pop(local(view).untyped_storage().data_ptr(), None)
+
+    def let_go(self) -> None:
+        """Keep no memory of what was taken out: the optimizer is closed, and nothing starts anew."""
+        for number in list(self._taken):
+            self._forget(number)
+        self._taken.clear()
 
     def owner(self, value: torch.Tensor) -> tuple[int, str] | None:
         """Return whose live state a tensor is: a parameter's id, and the kind."""

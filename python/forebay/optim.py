@@ -722,9 +722,10 @@ class AdamW(torch.optim.Optimizer):
         if self._engine is not None and not self._closed:
             if not self._is_inherited():
                 self._landed.forget(self._engine)
-            self._engine.close()
+                self._engine.close()
         self._landed.close()
         self._closed = True
+        self.state.let_go()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load state in the format of ``torch.optim.AdamW``, in place: nothing passes through the GPU.

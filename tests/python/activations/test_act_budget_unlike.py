@@ -229,8 +229,10 @@ def test_many_passes_under_way_are_not_taken_for_lost(device: torch.device) -> N
         assert handle.plan() is not None
 
 
-def test_a_budget_that_plain_torch_meets_is_not_refused(meter) -> None:
+def test_a_budget_that_plain_torch_meets_is_not_refused(meter, device: torch.device) -> None:
     """Where gradients are nearly all of it, predictions that are off by little are off by more than can be gained."""
+    if device.type != "cpu":
+        pytest.skip("the sizes are for memory that is counted to the byte")
     torch.manual_seed(0)
     model, x = Stack(*(Block(256) for _ in range(8))), torch.randn(64, 256)
 

@@ -328,6 +328,7 @@ def test_autocast(device: torch.device) -> None:
         assert_nothing_left(handle)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
 @pytest.mark.parametrize("how", ["in place", "wrapped"])
 def test_compiled_layers(backend: str, how: str, device: torch.device) -> None:

@@ -160,6 +160,7 @@ def test_the_call_waits_for_what_no_step_holds_back(tmp_path: Path) -> None:
 def test_a_forked_child_does_not_wait_for_its_parents_writer(tmp_path: Path) -> None:
     code = """
 import os, signal, sys
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch's AdamW does not work in a forked child where it has seen a GPU
 from async_helpers import *
 torch.set_num_threads(1)
 model, optimizers = build("torch", sizes=((8, 8),))
