@@ -719,10 +719,9 @@ class AdamW(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Give ring and pinned memory back. State that is still held stays readable, and keeps its memory."""
-        if self._engine is not None and not self._closed:
-            if not self._is_inherited():
-                self._landed.forget(self._engine)
-                self._engine.close()
+        if self._engine is not None and not self._closed and not self._is_inherited():
+            self._landed.forget(self._engine)
+            self._engine.close()
         self._landed.close()
         self._closed = True
         self.state.let_go()
