@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
-_LISTS = frozenset({list, tuple})
-_SETTINGS = _PLAIN | _LISTS
+_SETTINGS = _PLAIN | {list, tuple, dict}
 _LONGEST = 16
 """Longer lists are data, not settings."""
 _GONE = object()
+_TORCHS_OWN = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 def _find_switches() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
@@ -39,8 +39,22 @@ def _find_switches() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
 _SWITCHES = _find_switches()
 
 
-def _is_short(value: Any) -> bool:
-    return len(value) <= _LONGEST and all(type(one) in _PLAIN for one in value)
+def _is_short(values: Any) -> bool:
+    return len(values) <= _LONGEST and all(type(one) in _PLAIN for one in values)
+
+
+def _settings(held: dict[str, Any]) -> dict[str, Any]:
+    """Return what a module is set to: plain values, copies of short lists and dicts, and tensors themselves."""
+    found = {}
+    for key, value in held.items():
+        kind = type(value)
+        if kind in _PLAIN or kind is torch.Tensor or (kind is tuple and _is_short(value)):
+            found[key] = value
+        elif kind is list and _is_short(value):
+            found[key] = list(value)
+        elif kind is dict and key not in _TORCHS_OWN and _is_short(value.values()):
+            found[key] = dict(value)
+    return found
 
 
 def _differ(now: Any, then: Any) -> bool:
@@ -76,12 +90,7 @@ class AsItWas:
             if "_fsdp_wrapped_module" in (mine.get("_modules") or ()):
                 # What FSDP1's own module holds is how far it is.
                 continue
-            settings = {
-                key: value
-                for key, value in mine.items()
-                if (kind := type(value)) in _SETTINGS and (kind in _PLAIN or _is_short(value))
-            }
-            self.held.append((mine, settings))
+            self.held.append((mine, _settings(mine)))
             if "_is_fsdp_managed_module" in mine:
                 # Its tensors are FSDP's to put in place and to fill, each time the layer runs.
                 continue

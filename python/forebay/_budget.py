@@ -371,6 +371,8 @@ class Budget:
                 kind.input_bytes = max(kind.input_bytes, size)
             else:
                 kind.saved_bytes = max(kind.saved_bytes, size)
+        for number, size in state.shared.items():
+            book.kinds[number].shared_bytes = max(book.kinds[number].shared_bytes, size)
         if state.stage == MEASURING - 1 and book.cost is None:
             book.tokens = state.tokens
             host = {"host_bytes": self._host_bytes(int(self.saver.stats()["pinned_bytes"]))}
@@ -454,8 +456,10 @@ class Budget:
         """Whether a call saved more than when it was measured: what was trained, or is done, is no longer the same."""
         # A shorter pass saves no more than the one that was measured; not all that it saves is shorter.
         longer = max(1.0, state.tokens / state.book.tokens) * (1 + 1 / GROWTH)
+        shared = max((kind.shared_bytes for kind in state.book.kinds.values()), default=0)
         for number, size in state.packed.items():
-            known = cost["layers"][number]["input_bytes" if state.ways[number].recompute else "saved_bytes"]
+            row = cost["layers"][number]
+            known = row["input_bytes"] + shared if state.ways[number].recompute else row["saved_bytes"]
             if size > known * longer + self.saver.min_bytes:
                 return True
         return False

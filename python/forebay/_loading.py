@@ -161,7 +161,7 @@ def _aside(value: Any, mine: Container[int], destination: Any) -> Any:
     """Return the value, or a copy of it where it is live state of this optimizer at another place."""
     if not isinstance(value, torch.Tensor) or local(value).numel() == 0:
         return value
-    storage = local(value).untyped_storage().data_ptr()
+    storage = local(value).untyped_storage()._cdata
     at_home = destination is not None and local(destination).data_ptr() == local(value).data_ptr()
     return local(value).clone() if storage in mine and not at_home else value
 

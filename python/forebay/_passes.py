@@ -62,6 +62,8 @@ class Kind:
     """What of the forward pass is recomputed: nothing after the last saved tensor."""
     saved_bytes: int = 0
     input_bytes: int = 0
+    shared_bytes: int = 0
+    """Inputs that other calls are given too: the first of those that are recomputed packs them."""
     ops: int = 0
 
     def learn(self, probe: Probe, min_bytes: int) -> None:
@@ -119,6 +121,8 @@ class Pass:
         self.opened: set[int] = set()
         self.probes: dict[int, Probe] = {}
         self.packed: dict[int, int] = {}
+        # Inputs that calls before have packed already.
+        self.shared: dict[int, int] = {}
         self.callback = False
         self.ended = False
         self.finished = False

@@ -59,10 +59,10 @@ class _Call:
                 self.left += size if leaves else 0
             self.seen[storage] = leaves
             saved = self.put(tensor, leaves)
-            # Masks and positions are inputs of all layers, and there once.
-            if self.state.watched and (saved.first or not way.recompute):
-                packed = self.state.packed
-                packed[self.number] = packed.get(self.number, 0) + size
+            if self.state.watched:
+                # Masks and positions are inputs of all layers, and there once.
+                counts = self.state.packed if saved.first or not way.recompute else self.state.shared
+                counts[self.number] = counts.get(self.number, 0) + size
             return saved
         return self.put(tensor, leaves)
 

@@ -69,6 +69,8 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
         self._optimizer = optimizer
         # The tensors over the memory of each parameter's state, by the parameter's id, whatever the dicts say.
         self.places: dict[int, dict[str, Any]] = {}
+        # Those in a slab once more: what is assigned to the ``.data`` of one that was handed out does not reach these.
+        self._origins: dict[int, dict[str, torch.Tensor]] = {}
         # Whose the storages of these tensors are.
         self.storages: dict[int, tuple[int, str]] = {}
         # Dicts that were taken out while their values still lie where the parameter's state will lie again.
@@ -78,23 +80,35 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
 
     # Reading.
 
-    def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
+    def _show(self, parameter: torch.Tensor | None) -> None:
+        """Wait for a parameter's state, or for all, and have the tensors show what is there.
+
+        Some programs move state by ``value.data = value.to(...)``. The engine goes on where it was, and so does this.
+        """
         self._optimizer._settle(parameter)
+        for number in list(self._origins) if parameter is None else [id(parameter)]:
+            for kind, origin in self._origins.get(number, {}).items():
+                view = local(self.places[number][kind])
+                if view.data_ptr() != origin.data_ptr():
+                    view.data = origin
+
+    def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
+        self._show(parameter)
         return super().__getitem__(parameter)
 
     def get(self, parameter: torch.Tensor, default: Any = None) -> Any:
         """Return a parameter's state, or the default."""
-        self._optimizer._settle(parameter)
+        self._show(parameter)
         return super().get(parameter, default)
 
     def items(self) -> ItemsView[torch.Tensor, dict[str, Any]]:  # type: ignore[override]
         """Go through all parameters and their state."""
-        self._optimizer._settle(None)
+        self._show(None)
         return super().items()
 
     def values(self) -> ValuesView[dict[str, Any]]:  # type: ignore[override]
         """Go through the state of all parameters."""
-        self._optimizer._settle(None)
+        self._show(None)
         return super().values()
 
     def plain(self) -> defaultdict[Any, Any]:
@@ -172,9 +186,11 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
     def place(self, parameter: torch.Tensor, views: dict[str, Any]) -> None:
         """Make these tensors a parameter's state from now on."""
         self.places[id(parameter)] = views
+        if self._optimizer._homes[id(parameter)][0] >= 0:
+            self._origins[id(parameter)] = {kind: local(view).detach() for kind, view in views.items()}
         for kind, view in views.items():
             if local(view).numel():
-                self.storages[local(view).untyped_storage().data_ptr()] = (id(parameter), kind)
+                self.storages[local(view).untyped_storage()._cdata] = (id(parameter), kind)
         dict.update(self._put_in(parameter), views)
 
     def complete(self, parameter: torch.Tensor) -> None:
@@ -211,8 +227,9 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
 
     def _forget(self, number: int) -> None:
         del self._optimizer._homes[number]
+        self._origins.pop(number, None)
         for view in self.places.pop(number).values():
-            self.storages.pop(local(view).untyped_storage().data_ptr(), None)
+            self.storages.pop(local(view).untyped_storage()._cdata, None)
 
     def let_go(self) -> None:
         """Keep no memory of what was taken out: the optimizer is closed, and nothing starts anew."""
@@ -222,7 +239,7 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
 
     def owner(self, value: torch.Tensor) -> tuple[int, str] | None:
         """Return whose live state a tensor is: a parameter's id, and the kind."""
-        found = self.storages.get(local(value).untyped_storage().data_ptr()) if local(value).numel() else None
+        found = self.storages.get(local(value).untyped_storage()._cdata) if local(value).numel() else None
         return None if found is None or found[0] in self._taken else found
 
     def _put_in(self, parameter: torch.Tensor) -> Kept:

@@ -219,8 +219,8 @@ def offload_activations(
 ) -> ActivationOffload:
     """Have the tensors that a model's layers save leave the GPU in the forward pass and return in the backward pass.
 
-    Gradients are the same, bit for bit. The model is not changed; call ``compile`` and
-    ``gradient_checkpointing_enable`` before this.
+    Gradients are the same, bit for bit. The model is not changed. Call
+    ``gradient_checkpointing_enable`` before this; layers may be compiled before or after, the model as a whole not.
 
     Parameters
     ----------

@@ -619,7 +619,7 @@ class AdamW(torch.optim.Optimizer):
     def _protect(self) -> None:
         """Wait until state may be written here, as far as a save under way is concerned."""
         wait_for_live(self)
-        if self._engine is not None and not self._closed:
+        if self._engine is not None and not self._closed and not self._is_inherited():
             self._engine.protect_all()
 
     def synchronize(self) -> None:

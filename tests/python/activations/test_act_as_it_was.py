@@ -33,6 +33,18 @@ class Adapted(nn.Module):
         return x + torch.tanh(self.up(x) + sum(self.adapters[name](x) for name in self.chosen))
 
 
+class Scaled(Block):
+    """Has its settings in a dict, a list and a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaling, self.gains, self.shift = {"a": 1.0}, [1.0], None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Scale what comes in."""
+        return super().forward(x * self.scaling["a"] * self.gains[0] + (0 if self.shift is None else self.shift))
+
+
 class Attention(nn.Module):
     """A layer with attention, whose kernel may be chosen from outside."""
 
@@ -97,6 +109,18 @@ def adapters(*choices: str | list[str]):
     return run
 
 
+def rescaled(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Set in place for the forward pass, as PEFT does, and back before the backward pass."""
+    for layer in model.layers:
+        layer.scaling["a"], layer.gains[0], layer.shift = 0.5, 1.5, x.mean()
+    loss = model(x).square().mean()
+    for layer in model.layers:
+        layer.scaling["a"], layer.gains[0], layer.shift = 1.0, 1.0, None
+    loss.backward()
+    assert all(layer.scaling == {"a": 1.0} and layer.gains == [1.0] for layer in model.layers)
+    return gradients(model)
+
+
 def around(context):
     def run(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
         with context():
@@ -152,6 +176,7 @@ CASES = {
     "evaluation before backward": (Dropped, toggled),
     "another adapter": (Adapted, adapters("a", "b")),
     "other lists of adapters": (Adapted, adapters(["a"], ["a", "b"], ["b"])),
+    "settings in place": (Scaled, rescaled),
     "a kernel of attention": (Attention, around(lambda: sdpa_kernel(SDPBackend.MATH))),
     "another default type": (Noisy, around(in_double)),
     "parameters of one call": (Block, with_others),

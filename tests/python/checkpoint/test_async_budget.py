@@ -182,6 +182,28 @@ assert_same(values(model, optimizers), kept)
     assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr[-2000:]
 
 
+def test_a_forked_child_loads_while_its_parents_writer_is_at_work(tmp_path: Path) -> None:
+    code = """
+import os, signal, sys
+from async_helpers import *
+torch.set_num_threads(1)
+model, optimizers = build("masters", sizes=((8, 8),))
+train(model, optimizers, 0)
+checkpoint.save(sys.argv[1] + "/earlier", torch.nn.Linear(8, 8))
+with held() as gate:
+    handle = checkpoint.async_save(sys.argv[1] + "/now", model, optimizers, snapshot_budget_bytes=0)
+    assert gate.reached.wait(20)
+    if (child := os.fork()) == 0:
+        signal.alarm(10)
+        checkpoint.load(sys.argv[1] + "/earlier", torch.nn.Linear(8, 8))
+        os._exit(0)
+    print(os.waitpid(child, 0)[1])
+handle.result()
+"""
+    done = python(code, tmp_path)
+    assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr[-2000:]
+
+
 # What the budget is for, and what is counted.
 
 

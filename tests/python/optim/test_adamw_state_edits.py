@@ -261,3 +261,18 @@ def test_state_given_before_the_first_step_is_taken_over(device: torch.device, p
         ends.append((parameters[0], optimizer.state[parameters[0]]["exp_avg_sq"].to(device)))
     for ours, theirs in zip(*ends, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_state_that_is_moved_by_its_data_is_told_as_it_is(device: torch.device, placement: str) -> None:
+    """A widely copied way to bring an optimizer to a device and back."""
+    parameters, others = make(SHAPES, device=device), make(SHAPES, device=device)
+    optimizer = forebay.AdamW(parameters, placement=placement)
+    untouched = forebay.AdamW(others, placement=placement)
+    for one, mine in ((optimizer, parameters), (untouched, others)):
+        train(one, mine, 2)
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.data = value.data.clone()
+    for one, mine in ((optimizer, parameters), (untouched, others)):
+        train(one, mine, range(2, 4))
+    assert_same(snapshot(optimizer, parameters), snapshot(untouched, others))

@@ -201,16 +201,20 @@ impl Clock {
     }
 
     fn is_complete(&self, pass: &Pass) -> Result<bool> {
-        let Some(first) = pass.layers.values().find(|times| times.open.is_some()) else { return Ok(false) };
+        // A pass is over when the tensors of its first layer have been used.
+        if pass.layers.values().next().is_none_or(|times| times.open.is_none()) {
+            return Ok(false);
+        }
         for times in pass.layers.values() {
             let (Some(enter), Some(leave)) = (&times.enter, &times.leave) else { return Ok(false) };
-            if !(self.device.query(enter.event())? && self.device.query(leave.event())?) {
-                return Ok(false);
+            // Layers may be used in any order, so that the first one's event need not be the last.
+            for mark in [Some(enter), Some(leave), times.open.as_ref()].into_iter().flatten() {
+                if !self.device.query(mark.event())? {
+                    return Ok(false);
+                }
             }
         }
-        // A pass is over when the tensors of its first layer have been used.
-        let whole = pass.layers.values().next().is_some_and(|times| times.open.is_some());
-        Ok(whole && first.open.as_ref().map_or(Ok(false), |open| self.device.query(open.event()))?)
+        Ok(true)
     }
 
     fn read(&mut self, pass: &Pass) -> Result<Measured> {
