@@ -133,6 +133,7 @@ def test_an_input_of_all_layers_is_counted_once(device: torch.device) -> None:
         for _ in range(PASSES):
             seeded(model, data(device))
         handle.table()
+        assert [book.renewals for book in handle._budget.books.values()] == [0], "they are not taken for growth"
         kinds = {kind.input_bytes for book in handle._budget.books.values() for kind in book.kinds.values()}
         assert kinds - {0} == {ACTIVATION_BYTES}
 

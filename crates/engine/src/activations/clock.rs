@@ -308,6 +308,28 @@ mod tests {
     }
 
     #[test]
+    fn a_pass_in_another_order_is_read_when_its_last_event_is_reached() {
+        let device = forebay_device::open("cpu").unwrap();
+        let stream = device.stream("compute").unwrap();
+        let mut clock = Clock::new(device.clone());
+        clock.begin(0);
+        for layer in [3, 0] {
+            let (enter, leave) = (clock.mark(&stream).unwrap(), clock.mark(&stream).unwrap());
+            clock.entered(0, layer, enter);
+            clock.left(0, layer, leave);
+        }
+        let first = clock.mark(&stream).unwrap();
+        device.synchronize(first.event()).unwrap();
+        clock.opened(0, 0, first);
+        device.launch(&stream, &forebay_device::Kernel::Spin { ns: 200_000_000 }).unwrap();
+        let last = clock.mark(&stream).unwrap();
+        clock.opened(0, 3, last.clone());
+        assert!(clock.measured().unwrap().is_none());
+        device.synchronize(last.event()).unwrap();
+        assert!(clock.measured().unwrap().is_some());
+    }
+
+    #[test]
     fn the_fraction_is_what_the_slower_half_can_carry() {
         let mut balance = Balance::new();
         assert!(!balance.learn(&pass(900, 10_000), 50.0, 50.0), "the first pass is not trusted");
