@@ -19,6 +19,7 @@ from forebay._state import Kept, State
 from forebay._torch import (
     address,
     bump_versions,
+    capturing,
     check_gradient,
     check_parameter,
     dense_strides,
@@ -423,7 +424,7 @@ class AdamW(torch.optim.Optimizer):
             raise DeviceError(
                 "this optimizer was used before fork() and does not work in the child; make another there"
             )
-        if self._compute.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._compute.type == "cuda" and capturing():
             raise DeviceError("forebay.AdamW.step cannot be captured into a CUDA graph; call it outside the capture")
         return self._engine, self._compute
 

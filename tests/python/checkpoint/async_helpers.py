@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 PAGE = 4 << 20
 SIZES = ((900, 1300), (700, 31), (3,), ())
 """More than a page in the largest, so that every kind of state has several."""
+ELEMENTS = sum(torch.Size(size).numel() for size in SIZES)
 
 WRITE = _core.write_checkpoint
 

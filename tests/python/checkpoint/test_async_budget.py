@@ -6,17 +6,16 @@ import gc
 import threading
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from async_helpers import (
+    ELEMENTS,
     PAGE,
-    SIZES,
     assert_same,
     build,
-    end_of_saves,
     eventually,
     held,
     python,
@@ -27,16 +26,7 @@ from async_helpers import (
 import forebay
 from forebay import _core, _snapshot, checkpoint
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-ELEMENTS = sum(torch.Size(size).numel() for size in SIZES)
-
-
-@pytest.fixture(autouse=True)
-def no_save_is_left() -> Iterator[None]:
-    yield
-    end_of_saves()
+pytestmark = pytest.mark.usefixtures("no_save_is_left")
 
 
 # Changes that are no steps.

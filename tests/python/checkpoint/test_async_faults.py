@@ -7,15 +7,15 @@ import shutil
 import threading
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from async_helpers import (
+    ELEMENTS,
     PAGE,
-    SIZES,
     assert_holds,
     assert_same,
     build,
@@ -29,16 +29,7 @@ from async_helpers import (
 import forebay
 from forebay import _core, _snapshot, _storage, checkpoint
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-ELEMENTS = sum(torch.Size(size).numel() for size in SIZES)
-
-
-@pytest.fixture(autouse=True)
-def no_save_is_left() -> Iterator[None]:
-    yield
-    end_of_saves()
+pytestmark = pytest.mark.usefixtures("no_save_is_left")
 
 
 def saved_once(path: Path) -> tuple[torch.nn.ParameterList, Any, dict[str, torch.Tensor]]:

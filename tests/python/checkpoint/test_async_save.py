@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from async_helpers import (
+    ELEMENTS,
     PAGE,
     RUNS,
-    SIZES,
     assert_holds,
     assert_same,
     build,
@@ -27,17 +27,10 @@ from async_helpers import (
 import forebay
 from forebay import _core, checkpoint
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-ELEMENTS = sum(torch.Size(size).numel() for size in SIZES)
 BUDGETS = {"none": None, "small": 4 * ELEMENTS + PAGE, "no": 0}
 
 
-@pytest.fixture(autouse=True)
-def no_save_is_left() -> Iterator[None]:
-    yield
-    end_of_saves()
+pytestmark = pytest.mark.usefixtures("no_save_is_left")
 
 
 @pytest.mark.parametrize("budget", BUDGETS)

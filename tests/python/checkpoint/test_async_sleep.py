@@ -6,19 +6,18 @@ import os
 import random
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from async_helpers import (
+    ELEMENTS,
     PAGE,
     RUNS,
-    SIZES,
     assert_holds,
     assert_same,
     build,
-    end_of_saves,
     eventually,
     held,
     train,
@@ -28,18 +27,11 @@ from async_helpers import (
 import forebay
 from forebay import _core, _snapshot, checkpoint
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-ELEMENTS = sum(torch.Size(size).numel() for size in SIZES)
 BUDGETS = {"all": None, "weights": 4 * ELEMENTS, "nothing": 0}
 RUNS_IN_ANY_ORDER = 12
 
 
-@pytest.fixture(autouse=True)
-def no_save_is_left() -> Iterator[None]:
-    yield
-    end_of_saves()
+pytestmark = pytest.mark.usefixtures("no_save_is_left")
 
 
 @pytest.mark.parametrize("budget", BUDGETS)

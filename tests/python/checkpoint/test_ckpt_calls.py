@@ -16,14 +16,9 @@ import forebay
 from forebay import _core, checkpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
-
-@pytest.fixture(autouse=True)
-def no_save_is_left() -> Iterator[None]:
-    yield
-    end_of_saves()
+pytestmark = pytest.mark.usefixtures("no_save_is_left")
 
 
 def saved(path: Path, *steps: int) -> dict[str, torch.Tensor]:

@@ -152,6 +152,15 @@ def test_a_gradient_changed_afterwards_is_fetched_anew(
     assert_same(*ends)
 
 
+def scaled_step(optimizer: forebay.AdamW, scaler: torch.amp.GradScaler, loss: torch.Tensor, *, lands: bool) -> None:
+    """Take a step with a scaled loss, with gradients that come down during its backward pass or do not."""
+    with optimizer.last_backward() if lands else nullcontext():
+        scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
 def test_a_scaler_that_unscales_afterwards_is_honoured(device: torch.device, placed: dict[str, Any]) -> None:
     ends = []
     for options in (placed, {}):
@@ -160,15 +169,7 @@ def test_a_scaler_that_unscales_afterwards_is_honoured(device: torch.device, pla
         optimizer = forebay.AdamW(parameters, lr=1e-2, chunk_bytes=TINY, **options)
         scaler = torch.amp.GradScaler(device.type, init_scale=256.0)
         for step in range(3):
-            loss = scaler.scale(loss_of(model, step, device))
-            if options:
-                with optimizer.last_backward():
-                    loss.backward()
-            else:
-                loss.backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+            scaled_step(optimizer, scaler, loss_of(model, step, device), lands=bool(options))
         ends.append(snapshot(optimizer, parameters))
     assert_same(*ends)
 
@@ -181,12 +182,8 @@ def test_gradients_too_small_for_a_norm_are_noticed(device: torch.device, placed
         optimizer = forebay.AdamW(parameters, lr=1e-2, chunk_bytes=TINY, **options)
         scaler = torch.amp.GradScaler(device.type, init_scale=2.0**16)
         for _ in range(2):
-            loss = scaler.scale(sum((parameter * parameter).sum() for parameter in parameters) * scale)
-            with optimizer.last_backward() if options else nullcontext():
-                loss.backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
+            loss = sum((parameter * parameter).sum() for parameter in parameters) * scale
+            scaled_step(optimizer, scaler, loss, lands=bool(options))
         ends.append(snapshot(optimizer, parameters))
     assert_same(*ends)
 
