@@ -15,6 +15,8 @@ UV := $(PY) -m uv --quiet
 MATURIN := $(PY) -m maturin
 PY_SOURCES := bench python scripts tests
 TARGET := $(or $(CARGO_TARGET_DIR),target)
+# Processes that run Python tests side by side.
+WORKERS ?= $(shell nproc)
 NEXTEST := $(or $(shell command -v cargo-nextest),.tools/bin/cargo-nextest)
 
 # PyO3's build script would ask the first python3 on the path, which may be too old.
@@ -30,7 +32,7 @@ hash = $(shell find $(1) -type f -not -path '*/__pycache__/*' -print0 | LC_ALL=C
 	| sha256sum | cut -c1-16)
 DEPS := $(VENV)/stamps/deps-$(UV_VERSION)-$(call hash,requirements.txt)
 WHEEL := $(VENV)/stamps/wheel-$(call hash,Cargo.toml Cargo.lock pyproject.toml python \
-	crates/device crates/engine crates/python)
+	crates/device crates/engine crates/bench crates/python)
 
 .PHONY: help
 help: ## list the targets
@@ -41,6 +43,12 @@ setup: $(WHEEL) $(NEXTEST) ## make .venv, build and install the wheel, install c
 
 .PHONY: test
 test: lint test-rust loom test-python ## everything: lints, Rust tests, loom, Python tests
+
+.PHONY: test-long
+test-long: export FOREBAY_LONG := 1
+test-long: RUST_PROFILE := --profile long
+test-long: PYTEST_OPTIONS := --timeout 1200
+test-long: test ## the same with all seeds, twenty times the random cases, a million manifests and thousands of kills
 
 .PHONY: lint
 lint: $(DEPS) ## formatting, clippy, ruff, mypy, shipped PTX
@@ -64,20 +72,20 @@ fmt: $(DEPS) ## format Rust and Python
 .PHONY: test-rust
 test-rust: $(NEXTEST) ## Rust tests and doctests
 	$(call heading,Rust tests)
-	$(NEXTEST) nextest run --locked
+	$(NEXTEST) nextest run --locked $(RUST_PROFILE)
 	$(call heading,Rust doctests)
 	cargo test --locked --doc
 
 .PHONY: loom
 loom: $(NEXTEST) ## every interleaving of the concurrent parts, with loom
 	$(call heading,Loom)
-	RUSTFLAGS="$${RUSTFLAGS:-} --cfg loom" $(NEXTEST) nextest run --locked --release --package forebay --lib \
+	RUSTFLAGS="$${RUSTFLAGS:-} --cfg loom" $(NEXTEST) nextest run --locked --cargo-profile loom --package forebay --lib \
 		--target-dir $(TARGET)/loom --profile loom --no-tests fail loom
 
 .PHONY: test-python
 test-python: check-stubs ## Python tests, against the installed wheel
 	$(call heading,Python tests)
-	$(PY) -m pytest
+	$(PY) -m pytest --numprocesses $(WORKERS) $(PYTEST_OPTIONS)
 
 # Both stub targets build with the wheel's own settings, so they reuse its build.
 stubs_from_build = $(MATURIN) generate-stubs --quiet --locked --profile release --interpreter $(PY) --out $(TARGET)/stubs
@@ -93,7 +101,7 @@ check-stubs: $(WHEEL) ## fail if python/forebay/_core.pyi is stale
 	diff -u python/forebay/_core.pyi $(TARGET)/stubs/forebay/_core.pyi || { echo 'error: stale stubs; run: make stubs'; exit 1; }
 
 .PHONY: ptx
-ptx: $(DEPS) ## write crates/device/src/cuda/kernels.ptx from kernels.cu
+ptx: $(DEPS) ## write the .ptx of every kernel file in crates/device/src/cuda/kernels
 	$(PY) scripts/make_ptx.py
 
 .PHONY: demo

@@ -41,7 +41,7 @@ GIB = 1 << 30
 
 
 class System:
-    """One way to run the model: what is set up, what stands around the forward pass, and its own figures."""
+    """One way to run the model: its set-up, a context around the forward pass, and its own figures."""
 
     def __init__(self, label: str, *, steps: int | None = None, warmup: int = 2, is_peer: bool = False) -> None:
         self.label, self.steps, self.warmup, self.is_peer = label, steps, warmup, is_peer
@@ -52,7 +52,7 @@ class System:
         yield dict
 
     def around(self) -> contextlib.AbstractContextManager[Any]:
-        """Stand around a forward pass."""
+        """Return a context for the forward pass."""
         return contextlib.nullcontext()
 
 
@@ -73,7 +73,7 @@ class SaveOnCpu(System):
     """torch's own hooks."""
 
     def around(self) -> contextlib.AbstractContextManager[Any]:
-        """Stand around a forward pass."""
+        """Return a context for the forward pass."""
         return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
 
 
@@ -119,7 +119,7 @@ class SaveOnHost(System):
             del self.context
 
     def around(self) -> contextlib.AbstractContextManager[Any]:
-        """Stand around a forward pass."""
+        """Return a context for the forward pass."""
         return self.context
 
 

@@ -1,6 +1,6 @@
 """AdamW on the host: the kernel against torch's and against the memory, then the placements end to end.
 
-Rates that are compared run in one process, a repetition of each in turn. The update on parameters that lie on the host
+Rates that are compared run in one process, a repetition of each in turn. The update on parameters on the host
 is the kernel alone. With a GPU the placements "stream", "host" and "hybrid" follow, on the shapes of a 3.09e9 parameter
 model, against torchao where it is installed; without one, the CPU backend with a simulated link.
 
@@ -120,7 +120,7 @@ def kernel(count: int, repetitions: int) -> list[dict[str, Any]]:
         contestants: dict[str, Callable[[], Any]] = {"forebay": ours.step, "touch": touch}
         if dtype == torch.float32:
             theirs: Any = torch.optim.AdamW([parameter], fused=True, **rows.HYPER)
-            # The same memory: pages that lie well or badly do so for both.
+            # The same memory, so that the placement of pages is the same for both.
             moments = {key: ours.state[parameter][key] for key in ("exp_avg", "exp_avg_sq")}
             theirs.state[parameter] = {"step": torch.tensor(0.0), **moments}
             contestants["torch fused"] = theirs.step
@@ -205,7 +205,7 @@ def end_to_end(device: torch.device, quick: bool) -> list[dict[str, Any]]:
             if number >= warmup:
                 step_s.append(time.perf_counter() - start)
         count, median = sum(p.numel() for p in params), statistics.median(step_s)
-        # As it comes: whoever ends this early has what there was.
+        # Printed at once, so that a run that is stopped early has shown something.
         print(f"{label}: {median * 1e3:.1f} ms, set-up {setup_s:.1f} s", file=sys.stderr, flush=True)
         found.append(
             {
@@ -232,14 +232,14 @@ def limit(row: dict[str, Any], wire_gbps: float, touch_gbps: float) -> str:
     seconds = row["median_step_s"]
     up = stats["fetch_bytes"] + stats.get("host_up_bytes", 0)
     down = stats["store_bytes"] + stats.get("host_down_bytes", 0)
-    # State is read and written once, whoever updates it. What passes through the host's ring mostly stays in its cache.
+    # State is read and written once at either end. What passes through the host's ring mostly stays in its cache.
     memory = stats["fetch_bytes"] + stats["store_bytes"] + 2 * stats.get("host_state_bytes", 0)
     wire, dram = max(up, down) / GB / seconds / wire_gbps, memory / GB / seconds / touch_gbps
     return f"wire {100 * wire:.0f} %, memory {100 * dram:.0f} %"
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Run everything and return it as it goes into the file."""
+    """Run everything and return the content of the file."""
     machine = rows.do("machine", {"device": options.device})
     if reason := machine.get("cannot_run"):
         sys.exit(f"error: {reason}\nhint: use --device cpu, or run on a machine with a GPU")

@@ -83,7 +83,7 @@ class TorchResident:
         """Wait for what runs outside torch's current stream."""
 
     def numbers(self) -> dict[str, Any]:
-        """Return what the system says about its last step."""
+        """Return the system's own statistics of its last step."""
         return {}
 
     def close(self) -> None:

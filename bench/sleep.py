@@ -41,7 +41,7 @@ def parse() -> argparse.Namespace:
     if unknown := [name for name in options.workloads if name not in sleep_rows.WORKLOADS]:
         parser.error(f"unknown workloads: {', '.join(unknown)}; there are {workloads}")
     if options.repeats < 2:
-        parser.error(f"--repeats must be at least 2, the first time is told apart: {options.repeats}")
+        parser.error(f"--repeats must be at least 2, the first time is reported separately: {options.repeats}")
     return options
 
 
@@ -56,7 +56,7 @@ def loaded_before() -> contextlib.AbstractContextManager[Any]:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Run everything and return it as it goes into the file."""
+    """Run everything and return the content of the file."""
     progress = Progress(len(options.workloads) + 2)
     progress.begin("machine")
     machine = job("machine", {"device": options.device}, sleep_rows)

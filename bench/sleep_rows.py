@@ -154,7 +154,7 @@ ROWS: dict[str, tuple[str, Callable[..., Way]]] = {
 
 
 def measure(row: str, tensors: list[torch.nn.Parameter], before: list[torch.Tensor], spec: dict[str, Any]) -> Any:
-    """Go there and back a few times; the first time is told apart."""
+    """Go there and back a few times; the first time is reported separately."""
     device = torch.device(spec["device"])
     size = sum(tensor.numel() * 4 for tensor in tensors)
     way = ROWS[row][1](tensors, spec)
@@ -186,7 +186,7 @@ def measure(row: str, tensors: list[torch.nn.Parameter], before: list[torch.Tens
 
 
 def sleep(spec: dict[str, Any]) -> dict[str, Any]:
-    """Measure all rows over one workload; what goes wrong in one is its result."""
+    """Measure all rows over one workload; an error is the result of its row."""
     tensors = tensors_of(spec, int(spec["workload"]))
     before = [tensor.detach().clone() for tensor in tensors]
     found: dict[str, Any] = {}

@@ -88,7 +88,7 @@ class Progress:
 
 
 def job(name: str, spec: dict[str, Any], of: Any = rows) -> dict[str, Any]:
-    """Do one job; what goes wrong there is part of the result.
+    """Do one job; an error is part of the result.
 
     Each job has a process of its own, so that memory figures are clean. On the CPU there are none to keep clean. ``of``
     is the module that knows the job.
@@ -144,7 +144,7 @@ def peers_that_did_not_run() -> list[dict[str, str]]:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Run everything and return it as it goes into the file."""
+    """Run everything and return the content of the file."""
     progress = Progress(len(options.rows) + 5)
     progress.begin("machine")
     machine = job("machine", {"device": options.device})
@@ -153,7 +153,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         sys.exit(f"error: {reason}\nhint: use --device cpu --quick, or run on a machine with a GPU")
     device = machine.pop("device")
     quick = options.quick or device == "cpu"
-    # Measuring the CPU backend's wire takes longer than all else, and nobody waits for it there.
+    # Measuring the CPU backend's wire takes longer than everything else, and is of no use there.
     measures_wire = options.wire_gbps is None and not quick
     progress.total = len(options.rows) + (3 if measures_wire else 1) + (0 if options.rows_only else 2)
     spec = {
@@ -313,7 +313,7 @@ def print_report(found: dict[str, Any]) -> None:
 
 
 def conclude(found: dict[str, Any], path: Path | None, show: Callable[[dict[str, Any]], None]) -> None:
-    """Write what was found, if that was asked for, and show it. Written first: showing it may fail."""
+    """Write the results if there is a path, and show them. Written first: showing them may fail."""
     if path is not None:
         path.write_text(json.dumps(found, indent=1) + "\n")
     show(found)

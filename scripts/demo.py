@@ -2,7 +2,7 @@
 
 The model reads the bytes of this repository's own text. All runs start from the same weights, see the same batches,
 use the same schedule and clip to the same norm. forebay keeps its state on the host and streams it through a ring that
-is far too small for it, so that every step goes around the ring many times. A third run has forebay's state resident.
+is far too small for it, so that the ring wraps many times in every step. A third run has forebay's state resident.
 
 On a GPU the final parameters must equal those of ``torch.optim.AdamW(fused=True)`` bit for bit. On the CPU they must
 equal those of forebay with resident state bit for bit; torch's CPU kernels round differently, so there the largest
@@ -255,7 +255,7 @@ def main() -> int:
         ["optimizer", "final loss", "step", memory, "pinned", "parameters as torch's", "as forebay resident"], lines
     )
     print(
-        f"\nstreamed: a ring of {SLOTS} slots of {CHUNK_BYTES // KIB} KiB, gone around {streamed['ring_rounds']} times "
+        f"\nstreamed: a ring of {SLOTS} slots of {CHUNK_BYTES // KIB} KiB, wrapped {streamed['ring_rounds']} times "
         f"in each step; loss {streamed['losses'][0]:.3f} at the start, {streamed['losses'][-1]:.3f} at the end"
     )
     if not on_gpu:

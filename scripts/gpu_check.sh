@@ -3,14 +3,16 @@
 # Each section is timed and goes on after a failure of another; a table comes last. The exit code is 1 if any failed.
 #
 # usage: scripts/gpu_check.sh PACKED RESULTS [SECTION...]
-# RESULTS gets check.log, summary.txt, probe.json, bench_cli.json, bench.json and bench.svg.
+# RESULTS gets check.log, summary.txt, summary.json, pytest.xml, probe.json, bench_cli.json, bench.json and bench.svg.
+# The summaries name the Python tests that failed.
 #
 # Sections: install tests memcheck initcheck pytest probe bench-cli bench. By default all, in this order. FOLDERS names the
-# folders of tests/python that the section pytest runs, by default all that use a device; JOBS how many files at once.
+# folders of tests/python that the section pytest runs, by default all that use a device; JOBS how many processes run
+# them; PYTEST_LIMIT_S how long they may.
 set -uo pipefail
 
 if [ $# -lt 2 ] || [ ! -d "$1" ]; then
-    sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
+    sed -n '2,11s/^# \{0,1\}//p' "$0" >&2
     exit 2
 fi
 packed=$(cd "$1" && pwd)
@@ -21,7 +23,7 @@ cd "$(dirname "$0")/.." || exit 2
 commit=$(cat "$packed/COMMIT" 2>/dev/null)
 : >"$results/check.log"
 
-# Nothing is installed into the machine's own Python; it has torch, and perhaps pytest.
+# Nothing is installed into the machine's own Python; it has torch.
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 site="$scratch/site"
@@ -82,37 +84,32 @@ sanitize() {
         ::cuda --skip trap --test-threads=1
 }
 
-# A file of tests by itself; all of its output only if something failed.
-one_file() {
-    local log="$scratch/tests/${1//\//.}" options=()
-    # The project's settings name options of a plugin that this machine may not have.
-    python3 -c 'import pytest_timeout' 2>/dev/null || options=(-c /dev/null --rootdir . --import-mode=importlib)
-    timeout --kill-after=10 "${PYTEST_LIMIT_S:-300}" \
-        python3 -m pytest -q -ra --durations=3 -p no:cacheprovider "${options[@]}" "$1" >"$log" 2>&1
-    # 5: a file in which nothing was chosen.
-    case $? in
-        0 | 5) echo "$1: $(tail -n 1 "$log")" ;;
-        124 | 137) cat "$log"; echo "FAILED $1: ran past its limit"; return 1 ;;
-        *) cat "$log"; echo "FAILED $1: $(tail -n 1 "$log")"; return 1 ;;
-    esac
+# Most of the time goes to the host, so tests run side by side; those that share a group of processes stay together.
+python_tests() {
+    local folder paths=() code
+    python3 -c 'import pytest, pytest_timeout, xdist' || { echo 'no pytest, pytest-timeout and pytest-xdist'; return 77; }
+    for folder in ${FOLDERS:-activations checkpoint distributed optim sleep}; do
+        [ -d "tests/python/$folder" ] || { echo "no tests/python/$folder"; return 1; }
+        paths+=("tests/python/$folder")
+    done
+    timeout --kill-after=10 "${PYTEST_LIMIT_S:-480}" python3 -m pytest -q --durations=12 -p no:cacheprovider \
+        --numprocesses "${JOBS:-12}" --junitxml "$results/pytest.xml" "${paths[@]}"
+    code=$?
+    [ ! -f "$results/pytest.xml" ] || failures "$results/pytest.xml" >"$scratch/failures"
+    return $code
 }
 
-# Files run side by side: most of their time goes to the host.
-python_tests() {
-    local folder files=() status=0
-    python3 -c 'import pytest' 2>/dev/null || { echo 'no pytest on this machine'; return 77; }
-    for folder in ${FOLDERS:-optim activations sleep checkpoint distributed}; do
-        [ -d "tests/python/$folder" ] || { echo "no tests/python/$folder"; return 1; }
-        files+=("tests/python/$folder"/test_*.py)
-    done
-    mkdir -p "$scratch/tests"
-    export scratch
-    export -f one_file
-    printf '%s\0' "${files[@]}" | xargs -0 -n 1 -P "${JOBS:-8}" bash -c 'one_file "$1"' one_file || status=1
-    cat "$scratch"/tests/* | grep -hoE '[0-9]+ (passed|failed|skipped|errors?)' |
-        awk '{ sum[$2] += $1 } END { printf "%d passed, %d failed, %d skipped\n",
-            sum["passed"], sum["failed"] + sum["error"] + sum["errors"], sum["skipped"] }'
-    return $status
+# Every test that failed, with the first line of the reason.
+failures() {
+    python3 - "$1" <<'END'
+import sys
+import xml.etree.ElementTree as ET
+
+for case in ET.parse(sys.argv[1]).getroot().iter("testcase"):
+    for what in (*case.findall("failure"), *case.findall("error")):
+        reason = (what.get("message") or what.text or "").strip().splitlines() or [""]
+        print(f"{case.get('classname')}::{case.get('name')}: {reason[0][:300]}")
+END
 }
 
 probe() { timeout 120 "$packed/forebay" probe --device cuda:0 --json "$results/probe.json"; }
@@ -150,4 +147,14 @@ for wanted in "$@"; do run_section "$wanted"; done
         printf '%-10s  %-4s  %6d  %s\n' "${names[i]}" "${outcomes[i]}" "${seconds[i]}" "${notes[i]}"
     done
 } | tee "$results/summary.txt"
+touch "$scratch/failures"
+[ ! -s "$scratch/failures" ] || sed '1s/^/\n/' "$scratch/failures" | tee -a "$results/summary.txt"
+for i in "${!names[@]}"; do
+    printf '%s\t%s\t%s\t%s\n' "${names[i]}" "${outcomes[i]}" "${seconds[i]}" "${notes[i]}"
+done | python3 -c '
+import json, sys
+rows = [line.rstrip("\n").split("\t") for line in sys.stdin]
+sections = [dict(zip(("section", "outcome", "seconds", "note"), row)) for row in rows]
+print(json.dumps({"commit": sys.argv[1], "sections": sections, "failures": open(sys.argv[2]).read().splitlines()}, indent=1))
+' "$commit" "$scratch/failures" >"$results/summary.json"
 exit $failed

@@ -1,4 +1,4 @@
-"""Compile the CUDA kernels to the PTX that ships inside the binary.
+"""Compile the CUDA kernels to the PTX that ships inside the binary, a file for each.
 
 Needs NVRTC 12.4 (``nvidia-cuda-nvrtc-cu12``), no GPU and no driver. PTX of that version runs on every driver from 550
 on; a newer NVRTC would ask for a newer driver.
@@ -12,7 +12,7 @@ import importlib.metadata
 import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent.parent / "crates" / "device" / "src" / "cuda"
+FOLDER = Path(__file__).resolve().parent.parent / "crates" / "device" / "src" / "cuda" / "kernels"
 PACKAGE = "nvidia-cuda-nvrtc-cu12"
 VERSION = (12, 4)
 # The oldest architecture with everything the kernels use; the driver compiles for the GPU it finds. --fmad=false:
@@ -39,19 +39,23 @@ def load_nvrtc() -> ctypes.CDLL:
     return nvrtc
 
 
-def compile_ptx(source: str) -> str:
-    """Compile CUDA C++ to PTX text."""
-    nvrtc = load_nvrtc()
+def compile_ptx(nvrtc: ctypes.CDLL, source: Path) -> str:
+    """Compile a file of CUDA C++ to PTX text."""
+    headers = sorted(FOLDER.glob("*.cuh"))
+    texts = (ctypes.c_char_p * len(headers))(*[header.read_bytes() for header in headers])
+    names = (ctypes.c_char_p * len(headers))(*[header.name.encode() for header in headers])
     program = ctypes.c_void_p()
     options = (ctypes.c_char_p * len(OPTIONS))(*[option.encode() for option in OPTIONS])
-    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernels.cu", 0, None, None)
+    nvrtc.nvrtcCreateProgram(
+        ctypes.byref(program), source.read_bytes(), source.name.encode(), len(headers), texts, names
+    )
     status = nvrtc.nvrtcCompileProgram(program, len(OPTIONS), options)
     size = ctypes.c_size_t()
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)
     nvrtc.nvrtcGetProgramLog(program, log)
     if status != 0:
-        sys.exit(f"error: kernels.cu does not compile\n{log.value.decode()}")
+        sys.exit(f"error: {source.name} does not compile\n{log.value.decode()}")
     nvrtc.nvrtcGetPTXSize(program, ctypes.byref(size))
     ptx = ctypes.create_string_buffer(size.value)
     nvrtc.nvrtcGetPTX(program, ptx)
@@ -60,17 +64,23 @@ def compile_ptx(source: str) -> str:
 
 
 def main() -> None:
-    """Write kernels.ptx, or with --check say whether it is what kernels.cu gives."""
+    """Write the PTX of every kernel file, or with --check say whether it is what the files give."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="compare with kernels.ptx instead of writing it")
+    parser.add_argument("--check", action="store_true", help="compare with the .ptx files instead of writing them")
     check = parser.parse_args().check
-    ptx = compile_ptx((FOLDER / "kernels.cu").read_text())
-    path = FOLDER / "kernels.ptx"
-    if not check:
-        path.write_text(ptx)
-        print(f"wrote {path.name}: {len(ptx)} bytes, {ptx.count('.entry')} kernels")
-    elif not path.exists() or path.read_text() != ptx:
-        sys.exit("error: kernels.ptx is not what kernels.cu gives\nhint: run `make ptx` and commit it")
+    nvrtc = load_nvrtc()
+    stale = {path.name for path in FOLDER.glob("*.ptx")}
+    for source in sorted(FOLDER.glob("*.cu")):
+        path = source.with_suffix(".ptx")
+        stale.discard(path.name)
+        ptx = compile_ptx(nvrtc, source)
+        if not check:
+            path.write_text(ptx)
+            print(f"wrote {path.name}: {len(ptx)} bytes, {ptx.count('.entry')} kernels")
+        elif not path.exists() or path.read_text() != ptx:
+            sys.exit(f"error: {path.name} is not what {source.name} gives\nhint: run `make ptx` and commit it")
+    if stale:
+        sys.exit(f"error: no source for {', '.join(sorted(stale))}\nhint: delete what no kernel file makes")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Collect what scripts/gpu_check.sh needs on a machine with a GPU and without Rust: the wheel, the command and the
-# compiled tests. What is in the folder before is replaced.
+# Collect what scripts/gpu_check.sh needs on a machine with a GPU and without Rust: the wheel, the command, the
+# compiled tests and what runs the Python tests. What is in the folder before is replaced.
 #
 # usage: scripts/pack_gpu.sh [FOLDER]              by default out/gpu
 #        PEERS="torchao==0.18.0" scripts/pack_gpu.sh   also fetch peers' wheels, for their rows in bench/step.py
@@ -20,7 +20,9 @@ mkdir "$folder/tests" "$folder/wheels"
 # As `make setup` builds it, in a folder of its own: dist/ belongs to make.
 export PYO3_PYTHON="$PWD/$python"
 "$python" -m maturin build --quiet --locked --release --interpreter "$python" --out "$folder/wheels"
-for peer in ${PEERS:-}; do
+# What runs the Python tests, in the versions of requirements.txt; pure Python, so any interpreter takes it.
+tools=$(grep -E '^(execnet|iniconfig|packaging|pluggy|pygments|pytest|pytest-timeout|pytest-xdist)==' requirements.txt)
+for peer in $tools ${PEERS:-}; do
     "$python" -m pip download --quiet --no-deps --dest "$folder/wheels" "$peer"
 done
 

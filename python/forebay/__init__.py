@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from forebay import errors
+from forebay import errors, optim
 from forebay._core import version
 from forebay.errors import (
     AsleepError,
@@ -25,12 +25,11 @@ from forebay.measure import backends, bench_step, probe
 if TYPE_CHECKING:
     from forebay import checkpoint
     from forebay.activations import ActivationOffload, offload_activations, save_on_host
-    from forebay.optim import AdamW
+    from forebay.optim import *  # noqa: F403
     from forebay.sleep import Sleeper
 
 __all__ = [
     "ActivationOffload",
-    "AdamW",
     "AsleepError",
     "CheckpointError",
     "DeviceError",
@@ -46,19 +45,20 @@ __all__ = [
     "checkpoint",
     "errors",
     "offload_activations",
+    "optim",
     "probe",
     "save_on_host",
     "version",
 ]
 
+__all__ += optim.__all__
+
 __version__ = version()
 
 
 def __getattr__(name: str) -> Any:
-    if name == "AdamW":
-        from forebay.optim import AdamW
-
-        return AdamW
+    if name in optim.__all__:
+        return getattr(optim, name)
     if name == "checkpoint":
         import importlib
 

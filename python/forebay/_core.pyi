@@ -2,17 +2,66 @@
 The compiled part of forebay.
 """
 
-from _typeshed import Incomplete, SupportsGetItem, SupportsLenAndGetItem
+from _typeshed import Incomplete, SupportsGetItem
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["CHECKPOINT_BLOCK_BYTES", "Activations", "Checkpoint", "Engine", "HostCopies", "HostView", "Looked", "Moved", "Saving", "Slabs", "Snapshot", "_errors_for_test", "_gil_is_released_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "check_host", "explain_activations", "host_memory", "kept_copy_bytes", "latest_checkpoint", "look", "look_with_gradients", "plan_activations", "probe", "release_copies", "version", "write_checkpoint"]
+__all__ = ["CHECKPOINT_BLOCK_BYTES", "ActivationPlan", "Activations", "CallKind", "CallTimes", "Checkpoint", "HostCopies", "HostView", "LayerCost", "LayerPlan", "LayerStats", "Looked", "MeasuredCall", "MeasuredPass", "Moved", "OffloadStats", "Opened", "Optimizer", "PassCost", "PassSample", "Route", "Rule", "Saved", "Saving", "Slabs", "Snapshot", "TensorCost", "_errors_for_test", "_gil_is_released_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "check_host", "host_memory", "kept_copy_bytes", "latest_checkpoint", "look", "look_with_gradients", "probe", "release_copies", "version", "write_checkpoint"]
 
 CHECKPOINT_BLOCK_BYTES: Final[int]
 """
 Bytes of a checkpoint's file that one checksum covers.
 """
+
+@final
+class ActivationPlan:
+    """
+    The plan of a pass.
+    """
+    @property
+    def budget_bytes(self, /) -> int:
+        """
+        The budget.
+        """
+    def corrected(self, /, *, budget_bytes: SupportsIndex, excess_bytes: SupportsIndex, pace: SupportsFloat | SupportsIndex) -> ActivationPlan:
+        """
+        The same plan with predictions corrected by what earlier passes showed: their peak exceeded the predicted one by
+        so many bytes, and they took `pace` times the predicted time.
+        """
+    def explain(self, /) -> str:
+        """
+        The plan as text: one line for the pass and one for each layer.
+        """
+    @staticmethod
+    def from_json(text: str) -> ActivationPlan:
+        """
+        Read a plan that `to_json` wrote.
+        """
+    @property
+    def layers(self, /) -> list[LayerPlan]:
+        """
+        The plan of each layer.
+        """
+    @property
+    def least_bytes(self, /) -> int:
+        """
+        The smallest budget that has a plan.
+        """
+    @property
+    def pass_ns(self, /) -> int:
+        """
+        The predicted time.
+        """
+    @property
+    def peak_bytes(self, /) -> int:
+        """
+        The predicted peak, above what is allocated as the pass begins.
+        """
+    def to_json(self, /) -> str:
+        """
+        The plan as JSON.
+        """
 
 @final
 class Activations:
@@ -21,8 +70,8 @@ class Activations:
     """
     def __new__(cls, /, device: str, fraction: SupportsFloat | SupportsIndex | None, max_in_flight_bytes: SupportsIndex | None, pinned_budget_bytes: SupportsIndex | None, link_bytes_per_s: SupportsFloat | SupportsIndex | None = None) -> Activations:
         """
-        Open a device; nothing is pinned yet. No fraction stands for what hides under the computation. A link's rate
-        makes the CPU backend as slow as that, for tests.
+        Open a device; nothing is pinned yet. Without a fraction the engine chooses one, so that copies hide under the
+        computation. A link's rate makes the CPU backend as slow as that, for tests.
         """
     def begin_pass(self, /) -> None:
         """
@@ -34,25 +83,23 @@ class Activations:
         """
     def fetch(self, /, entry: SupportsIndex, addr: SupportsIndex, bytes: SupportsIndex, urgent: bool, stream: SupportsIndex) -> None:
         """
-        Fetch an entry into memory that is held until the entry is let go.
+        Fetch an entry into memory that is held until the entry is freed.
+        """
+    def free(self, /, entry: SupportsIndex) -> None:
+        """
+        Give up an entry's fetched bytes, or its fetch ahead of use.
+        """
+    def free_before(self, /, layer: SupportsIndex) -> list[int]:
+        """
+        Returns the entries whose routes have them freed before a layer begins.
         """
     def leave(self, /, stream: SupportsIndex) -> None:
         """
         The layer that began last has ended.
         """
-    def let_go(self, /, entry: SupportsIndex) -> None:
+    def open(self, /, save: SupportsIndex, stream: SupportsIndex) -> Opened:
         """
-        Let go of an entry's fetched bytes, or give up fetching it ahead.
-        """
-    def let_go_before(self, /, layer: SupportsIndex) -> list[int]:
-        """
-        Let go of what its route lets go of before a layer begins. Returns the entries.
-        """
-    def open(self, /, save: SupportsIndex, stream: SupportsIndex) -> tuple[int, int, bool, list[tuple[int, int]]]:
-        """
-        A saved tensor is about to be used. Returns its entry; 0 if that is on the device, 1 if it is on its way or has
-        arrived, 2 if it has to be fetched now; whether to hold it after this use; and the entries to fetch ahead, with
-        their bytes, the entry itself first where it has to be fetched.
+        A saved tensor is about to be used.
         """
     def ready(self, /, entry: SupportsIndex, stream: SupportsIndex) -> None:
         """
@@ -60,28 +107,47 @@ class Activations:
         """
     def release(self, /, save: SupportsIndex) -> int | None:
         """
-        A saved tensor is gone. Returns its entry if that can be let go now.
+        A saved tensor is gone. Returns its entry if that can be freed now.
         """
     def reserve(self, /, bytes: SupportsIndex) -> None:
         """
         Pin so many bytes ahead of use.
         """
-    def save(self, /, storage: SupportsIndex, storage_bytes: SupportsIndex, addr: SupportsIndex, start_bytes: SupportsIndex, bytes: SupportsIndex, version: SupportsIndex, may_leave: bool, counted: bool, stream: SupportsIndex, route: tuple[bool, SupportsIndex, SupportsIndex] | None = None) -> tuple[int, int, int, bool, bool, list[int], str | None]:
+    def save(self, /, *, storage: SupportsIndex, storage_bytes: SupportsIndex, addr: SupportsIndex, start_bytes: SupportsIndex, bytes: SupportsIndex, version: SupportsIndex, may_leave: bool, counted: bool, stream: SupportsIndex, route: Route | None = None) -> Saved:
         """
-        A tensor was saved: a range of a storage at a version. Returns the numbers of the save and of its entry, where
-        the entry's range begins, whether it is new and whether it leaves the device, the entries to let go of now, and
-        why one that was to leave stays. A new entry that leaves has to be held until it is named. A route is what a plan
-        says: whether it leaves, the layer before which it is let go, the layer in whose backward pass it is fetched.
+        A tensor was saved: a range of a storage at a version. A new entry that leaves has to be held until it is named as
+        freed. A save that is not counted only tells where its use is.
         """
-    def stats(self, /) -> tuple[list[int], list[float]]:
+    def stats(self, /) -> OffloadStats:
         """
-        Sums since the beginning: stored_bytes, fetched_bytes, kept_bytes, pinned_bytes, pinned_peak_bytes, stalls,
-        stall_ns, window_bytes; then fraction, store_gbps, fetch_gbps.
+        Sums since the beginning.
         """
-    def table(self, /) -> list[tuple[int, list[int]]]:
+    def table(self, /) -> list[LayerStats]:
         """
-        For each layer its number, then stored_bytes, fetched_bytes, kept_bytes, stalls, stall_ns, forward_ns,
-        backward_ns.
+        The same for each layer.
+        """
+
+@final
+class CallKind:
+    """
+    What is known of calls of one kind. Kinds of one family take the same time and memory.
+    """
+    def __new__(cls, /, name: str, *, family: SupportsIndex, can_recompute: bool, recompute_share: SupportsFloat | SupportsIndex, saved_bytes: SupportsIndex, input_bytes: SupportsIndex, operations: SupportsIndex, tensors: SupportsGetItem[int, TensorCost]) -> CallKind: ...
+
+@final
+class CallTimes:
+    """
+    What one call took; None where that was not seen.
+    """
+    @property
+    def backward_ns(self, /) -> int | None:
+        """
+        Its backward pass.
+        """
+    @property
+    def forward_ns(self, /) -> int | None:
+        """
+        Its forward pass.
         """
 
 @final
@@ -103,118 +169,7 @@ class Checkpoint:
         """
     def read(self, /, requests: Incomplete, threads: SupportsIndex | None, moved: Moved) -> None:
         """
-        Read boxes of chunks into memory on the host.
-        """
-
-@final
-class Engine:
-    """
-    One optimizer's device, ring and host state.
-    """
-    def __new__(cls, /, device: str, slots: SupportsIndex, chunk_bytes: SupportsIndex) -> Engine:
-        """
-        Open a device; nothing is pinned or allocated yet.
-        """
-    def _fail_on_host_for_test(self, /) -> None:
-        """
-        Make the next update on the host's threads fail, for tests.
-        """
-    def add(self, /, names: SupportsGetItem[int, str], elements: SupportsGetItem[int, SupportsIndex], amsgrad: SupportsGetItem[int, bool], master: SupportsGetItem[int, bool], on_host: SupportsGetItem[int, bool], budget_bytes: SupportsIndex | None) -> int:
-        """
-        Pin zeroed state for a list of tensors and return the number of their store.
-        """
-    def close(self, /) -> None:
-        """
-        Let go of ring and state. Buffers that are still held keep their slab.
-        """
-    def close_ring(self, /) -> None:
-        """
-        Wait for every store and let go of the ring; state stays, and `open_ring` makes steps possible again.
-        """
-    def finish_landing(self, /, only: tuple[SupportsIndex, SupportsIndex] | None) -> None:
-        """
-        Forget gradients that came down, all or one tensor's, and block until they have: the next step brings them anew.
-        """
-    def host_fractions(self, /) -> tuple[float, float | None]:
-        """
-        The part of the state that the host updated in the last step, and the part on which it has settled.
-        """
-    def host_kernel(self, /) -> str | None:
-        """
-        The vector unit that the host's threads use.
-        """
-    def host_stats(self, /) -> list[int]:
-        """
-        The host's part of the last step: threads, chunks, state_bytes, down_bytes, up_bytes, run_ns, wire_wait_ns,
-        update_wait_ns, and the time of the device's part. Zeros where it has none.
-        """
-    def land(self, /, store: SupportsIndex, tensor: SupportsIndex, addr: SupportsIndex, bytes: SupportsIndex, stream: SupportsIndex) -> None:
-        """
-        Bring a gradient down now. The caller keeps it as it is until the next step has returned, or `finish_landing`.
-        """
-    def open_host(self, /, fraction: SupportsFloat | SupportsIndex | None, threads: SupportsIndex | None, kernel: str | None) -> None:
-        """
-        Let the host update its share: a fraction, or nothing for what makes both ends finish together. Without a ring it
-        updates all. Its threads are started and its own ring is pinned with the state.
-        """
-    def open_landing(self, /, store: SupportsIndex, bytes: SupportsGetItem[int, SupportsIndex], budget_bytes: SupportsIndex | None) -> None:
-        """
-        Pin room for the gradients of a store's tensors, so many bytes for each, where there is none yet.
-        """
-    def open_ring(self, /, addr: SupportsIndex, owner: Any, stream: SupportsIndex) -> None:
-        """
-        Make the ring in memory that `owner` keeps alive, or on the device itself where the address is 0.
-        """
-    def pinned_bytes(self, /) -> int:
-        """
-        Pinned bytes of this optimizer's state, and of the host's ring and gradients where there are any.
-        """
-    def protect_all(self, /) -> None:
-        """
-        Return when the host may write into the state, as far as a save under way is concerned.
-        """
-    def resources_made(self, /) -> int:
-        """
-        Allocations, slabs, streams and events made on the device so far; constant from the second step on.
-        """
-    def ring_bytes(self, /) -> int:
-        """
-        Bytes of the ring to allocate for `open_ring`.
-        """
-    def settle(self, /, store: SupportsIndex, tensor: SupportsIndex) -> None:
-        """
-        Block until a tensor's stores have ended; others go on.
-        """
-    def stats(self, /) -> list[int]:
-        """
-        The last step in numbers, once its stores have ended: chunks, fetch_bytes, store_bytes, fetch_ns, update_ns,
-        store_ns, stalls, stall_ns; then how often it waited for a save, and for how many nanoseconds.
-        """
-    def step(self, /, tensors: SupportsGetItem[int, tuple[Looked, Looked, SupportsGetItem[int, SupportsIndex]]], groups: SupportsGetItem[int, tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, bool]], stream: SupportsIndex, grad_scale: SupportsIndex) -> None:
-        """
-        Update the tensors of every store, in the order of the stores. Returns when the last update has been submitted,
-        or for memory on the host when it is done.
-        """
-    def synchronize(self, /) -> None:
-        """
-        Block until every store has ended.
-        """
-    def take_torn(self, /) -> bool:
-        """
-        Whether the last step broke off when some of it was done already. Says so once.
-        """
-    def touch_state(self, /, others: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]]) -> tuple[int, float]:
-        """
-        Read and write every byte of the state, and of other memory on the host (address and bytes of each, whole words),
-        with the host's threads, changing none; returns bytes and seconds. This is the pace that the memory allows.
-        """
-    def update_resident(self, /, tensors: tuple[Looked, Looked, SupportsGetItem[int, SupportsIndex]], state: SupportsGetItem[int, SupportsLenAndGetItem[SupportsIndex]], steps: SupportsGetItem[int, SupportsIndex], groups: SupportsGetItem[int, tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex, bool]], stream: SupportsIndex, grad_scale: SupportsIndex) -> None:
-        """
-        Update tensors whose state is on the device too: `state` has four addresses for each, 0 for an absent kind.
-        """
-    def view(self, /, store: SupportsIndex, tensor: SupportsIndex, kind: str) -> HostView | None:
-        """
-        A tensor's state of one kind, or its step counter, as a buffer. An absent kind gives nothing.
+        Read boxes of chunks into memory on the host. None of the boxes may be empty.
         """
 
 @final
@@ -229,8 +184,8 @@ class HostCopies:
         """
     def fill(self, /, addresses: SupportsGetItem[int, SupportsIndex], bytes: SupportsGetItem[int, SupportsIndex], stream: SupportsIndex) -> list[HostView]:
         """
-        Copy ranges of device memory to the host, behind what a stream has been given so far, and wait for them. The
-        buffers of the call before must be out of use.
+        Copy ranges of device memory to the host, behind the present work of a stream, and wait for them. The buffers of
+        the call before must not be in use.
         """
 
 @final
@@ -242,6 +197,115 @@ class HostView:
         """
         Bytes of the range.
         """
+
+@final
+class LayerCost:
+    """
+    What one layer costs.
+    """
+    @property
+    def input_bytes(self, /) -> int:
+        """
+        What it saves if it is recomputed.
+        """
+    @property
+    def name(self, /) -> str:
+        """
+        Its name.
+        """
+    @property
+    def saved_bytes(self, /) -> int:
+        """
+        What it saves if it is not.
+        """
+    @property
+    def tensors(self, /) -> list[TensorCost]:
+        """
+        Results that can be saved when it is recomputed.
+        """
+
+@final
+class LayerPlan:
+    """
+    The plan for one layer. Choices are "keep", "offload" and "recompute".
+    """
+    @property
+    def backward_ns(self, /) -> int:
+        """
+        The predicted time of its backward pass.
+        """
+    @property
+    def fetch_at(self, /) -> int:
+        """
+        What is offloaded is fetched from the beginning of this layer's backward pass on.
+        """
+    @property
+    def forward_ns(self, /) -> int:
+        """
+        The predicted time of its forward pass.
+        """
+    @property
+    def free_at(self, /) -> int:
+        """
+        What is offloaded is freed before this layer begins.
+        """
+    @property
+    def input(self, /) -> str:
+        """
+        The choice for its inputs, if it is recomputed.
+        """
+    @property
+    def kept_bytes(self, /) -> int:
+        """
+        Bytes that stay on the device.
+        """
+    @property
+    def offload_bytes(self, /) -> int:
+        """
+        How many bytes of what it saves are offloaded, first saved first, if it is not recomputed.
+        """
+    @property
+    def offloaded_bytes(self, /) -> int:
+        """
+        Bytes that are offloaded.
+        """
+    @property
+    def recompute(self, /) -> bool:
+        """
+        Whether it is recomputed.
+        """
+    @property
+    def tensors(self, /) -> list[str]:
+        """
+        The choice for each result that can be saved, if it is recomputed.
+        """
+    @property
+    def word(self, /) -> str:
+        """
+        The whole of it in one to three words.
+        """
+
+@final
+class LayerStats:
+    """
+    Sums of one layer since the beginning, and the times of its last pass that could be read.
+    """
+    @property
+    def backward_ns(self, /) -> int: ...
+    @property
+    def fetched_bytes(self, /) -> int: ...
+    @property
+    def forward_ns(self, /) -> int: ...
+    @property
+    def kept_bytes(self, /) -> int: ...
+    @property
+    def layer(self, /) -> int: ...
+    @property
+    def stall_ns(self, /) -> int: ...
+    @property
+    def stalls(self, /) -> int: ...
+    @property
+    def stored_bytes(self, /) -> int: ...
 
 @final
 class Looked:
@@ -304,22 +368,332 @@ class Looked:
         """
 
 @final
+class MeasuredCall:
+    """
+    One call in a measured pass: its kind, as a place in the list of kinds, and whether it saved everything.
+    """
+    def __new__(cls, /, *, kind: SupportsIndex | None, saves: bool) -> MeasuredCall: ...
+
+@final
+class MeasuredPass:
+    """
+    A pass as it was measured.
+    """
+    def __new__(cls, /, *, samples: SupportsGetItem[int, PassSample], calls: SupportsGetItem[int, MeasuredCall], kinds: SupportsGetItem[int, CallKind]) -> MeasuredPass: ...
+    def cost(self, /, *, host_bytes: SupportsIndex) -> PassCost:
+        """
+        What the pass costs, with so many bytes of host memory to offload to.
+        """
+    def times(self, /) -> list[CallTimes]:
+        """
+        What each call took.
+        """
+
+@final
 class Moved:
     """
-    Bytes moved so far, for whoever asks from another thread how far it is.
+    Bytes moved so far; other threads may ask for them.
     """
     def __new__(cls, /) -> Moved: ...
     def bytes(self, /) -> int:
         """
-        The bytes.
+        The bytes moved so far.
         """
     def expect(self, /, bytes: SupportsIndex) -> None:
         """
-        Say how many there will be.
+        Set how many bytes there will be.
         """
     def expected(self, /) -> int:
         """
-        How many there will be, as far as anybody has said.
+        How many bytes there will be; 0 until `expect` is called.
+        """
+
+@final
+class OffloadStats:
+    """
+    Sums since the beginning.
+    """
+    @property
+    def fetch_gbps(self, /) -> float: ...
+    @property
+    def fetched_bytes(self, /) -> int: ...
+    @property
+    def fraction(self, /) -> float: ...
+    @property
+    def kept_bytes(self, /) -> int: ...
+    @property
+    def pinned_bytes(self, /) -> int: ...
+    @property
+    def pinned_peak_bytes(self, /) -> int: ...
+    @property
+    def stall_ns(self, /) -> int: ...
+    @property
+    def stalls(self, /) -> int: ...
+    @property
+    def store_gbps(self, /) -> float: ...
+    @property
+    def stored_bytes(self, /) -> int: ...
+    @property
+    def window_bytes(self, /) -> int: ...
+
+@final
+class Opened:
+    """
+    The answer to the use of a saved tensor.
+    """
+    @property
+    def entry(self, /) -> int:
+        """
+        The entry that holds its bytes.
+        """
+    @property
+    def fetches(self, /) -> list[tuple[int, int]]:
+        """
+        Entries to fetch, with their bytes; the entry itself is first if it has to be fetched now.
+        """
+    @property
+    def hold(self, /) -> bool:
+        """
+        Whether to hold its memory after this use.
+        """
+    @property
+    def is_on_device(self, /) -> bool:
+        """
+        Whether its source is still on the device. If not, it is fetched.
+        """
+
+@final
+class Optimizer:
+    """
+    An optimizer: its ring, its state and its step.
+    """
+    def __new__(cls, /, device: str, rule: str, options: Incomplete) -> Optimizer:
+        """
+        Open a device for a rule; nothing is pinned or allocated yet. `options` are those of `forebay.optim.options`.
+        """
+    def _fail_on_host_for_test(self, /) -> None:
+        """
+        Make the next update on the host's threads fail, for tests.
+        """
+    def add(self, /, tensors: SupportsGetItem[int, tuple[str, SupportsIndex, SupportsIndex, bool, bool]], hypers: SupportsGetItem[int, SupportsGetItem[int, SupportsFloat | SupportsIndex]]) -> int:
+        """
+        Create zeroed state for a list of tensors and return the number of their table. A tensor is its name, elements,
+        the number of its group in `hypers`, whether it has a master, and whether it lies on the host.
+        """
+    def close(self, /) -> None:
+        """
+        Free ring and state. Buffers that are still held keep their memory.
+        """
+    def close_ring(self, /) -> None:
+        """
+        Wait for every store and free the ring. State stays, and `open_ring` makes steps possible again.
+        """
+    @property
+    def closed(self, /) -> bool:
+        """
+        Whether it was closed.
+        """
+    def distrust(self, /, reason: str) -> None:
+        """
+        Refuse steps until `trust`: something wrong was written into the state.
+        """
+    @property
+    def distrusted(self, /) -> str | None:
+        """
+        Why the state cannot be trusted, if it cannot.
+        """
+    def finish_landing(self, /, only: tuple[SupportsIndex, SupportsIndex] | None) -> None:
+        """
+        Forget gradients that were copied early, all or one tensor's, once the copies have ended.
+        """
+    @property
+    def has_ring(self, /) -> bool:
+        """
+        Whether the ring is there.
+        """
+    def host_kernel(self, /) -> str | None:
+        """
+        The vector unit that the host's threads use.
+        """
+    def land(self, /, table: SupportsIndex, tensor: SupportsIndex, addr: SupportsIndex, bytes: SupportsIndex, stream: SupportsIndex) -> None:
+        """
+        Copy a gradient to the host now. The caller keeps it until the next step or `finish_landing` has returned.
+        """
+    def open_landing(self, /, table: SupportsIndex, bytes: SupportsGetItem[int, SupportsIndex]) -> None:
+        """
+        Pin memory for the gradients of a table's tensors, so many bytes for each, where there is none yet.
+        """
+    def open_ring(self, /, addr: SupportsIndex, owner: Any, stream: SupportsIndex) -> None:
+        """
+        Make the ring in memory that `owner` keeps alive, or on the device itself where the address is 0.
+        """
+    def protect_all(self, /) -> None:
+        """
+        Return when the host may write into the state, as far as a save is concerned.
+        """
+    def resources_made(self, /) -> int:
+        """
+        Allocations, slabs, streams and events made on the device so far; constant from the second step on.
+        """
+    def ring_bytes(self, /) -> int:
+        """
+        Bytes of the ring to allocate for `open_ring`; 0 where nothing streams.
+        """
+    def settle(self, /, table: SupportsIndex, tensor: SupportsIndex) -> None:
+        """
+        Block until a tensor's stores have ended; others go on.
+        """
+    def stats(self, /) -> "dict[str, float]":
+        """
+        The last step in numbers, once its stores have ended.
+        """
+    def step(self, /, tensors: SupportsGetItem[int, tuple[Looked, Looked, SupportsGetItem[int, SupportsIndex]]], hypers: SupportsGetItem[int, SupportsGetItem[int, SupportsFloat | SupportsIndex]], stream: SupportsIndex, grad_scale: SupportsIndex, resident: SupportsGetItem[int, SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]]] | None = None) -> None:
+        """
+        Update the tensors of every table.
+        """
+    def synchronize(self, /) -> None:
+        """
+        Block until every store has ended.
+        """
+    def touch_state(self, /, others: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]]) -> tuple[int, float]:
+        """
+        Read and write every byte of the state, and of other memory on the host (address and bytes of each, whole words),
+        with the host's threads, changing none; returns bytes and seconds. This is the pace that the memory allows.
+        """
+    def trust(self, /) -> None:
+        """
+        Allow steps again.
+        """
+    def view(self, /, table: SupportsIndex, tensor: SupportsIndex, column: str) -> HostView | None:
+        """
+        A tensor's column in pinned memory, or its step counter, as a buffer. A column that is not there gives nothing.
+        """
+
+@final
+class PassCost:
+    """
+    What one pass costs.
+    """
+    @staticmethod
+    def from_json(text: str) -> PassCost:
+        """
+        Read costs that `to_json` wrote.
+        """
+    @property
+    def layers(self, /) -> list[LayerCost]:
+        """
+        The layers in the order of the forward pass.
+        """
+    def plan(self, /, budget_bytes: SupportsIndex | None, *, tokens: SupportsIndex, measured_tokens: SupportsIndex, store_gbps: SupportsFloat | SupportsIndex, fetch_gbps: SupportsFloat | SupportsIndex) -> ActivationPlan:
+        """
+        Plan a pass of so many tokens, where costs were measured with others, over a link with these rates. Without a
+        budget the plan is the one that takes the least memory.
+        """
+    def to_json(self, /) -> str:
+        """
+        The costs as JSON.
+        """
+
+@final
+class PassSample:
+    """
+    One moment of a watched pass.
+    """
+    def __new__(cls, /, event: str, *, call: SupportsIndex, at_ns: SupportsIndex, host_ns: SupportsIndex, allocated_bytes: SupportsIndex, peak_bytes: SupportsIndex, held_bytes: SupportsIndex) -> PassSample:
+        """
+        The event is "begin", "enter", "leave", "open" or "end"; the call counts for the middle three. Times are since the
+        pass began on the device's clock, and on the host's; bytes are allocated now, at the peak since the sample before,
+        and held for saved tensors that leave or arrive.
+        """
+
+@final
+class Route:
+    """
+    Where a plan sends a saved tensor.
+    """
+    def __new__(cls, /, *, leaves: bool, free_at: SupportsIndex, fetch_at: SupportsIndex) -> Route:
+        """
+        Whether the tensor leaves; the layer before which it is freed; the layer from whose backward pass on it is fetched.
+        """
+
+@final
+class Rule:
+    """
+    An update rule: the state an optimizer keeps and the numbers of its groups.
+    """
+    def __new__(cls, /, name: str) -> Rule:
+        """
+        The rule of a name.
+        """
+    @property
+    def appears_late(self, /) -> bool:
+        """
+        Whether a parameter's state appears with its first update, not when it is created.
+        """
+    @property
+    def columns(self, /) -> list[str]:
+        """
+        The columns of state that it may keep, without the master.
+        """
+    @property
+    def hypers(self, /) -> list[str]:
+        """
+        The numbers of a group, by name and in order.
+        """
+    def keeps(self, /, hypers: SupportsGetItem[int, SupportsFloat | SupportsIndex]) -> list[str]:
+        """
+        The columns that a group with these numbers needs, without the master.
+        """
+    @property
+    def name(self, /) -> str:
+        """
+        Its name.
+        """
+    @property
+    def shows_step(self, /) -> bool:
+        """
+        Whether a parameter's state shows its step counter.
+        """
+
+@final
+class Saved:
+    """
+    The answer to a save.
+    """
+    @property
+    def entry(self, /) -> int:
+        """
+        The entry that holds its bytes. Saves of the same bytes share one.
+        """
+    @property
+    def freed(self, /) -> list[int]:
+        """
+        Entries whose sources may be freed now.
+        """
+    @property
+    def is_new(self, /) -> bool:
+        """
+        Whether the entry is new.
+        """
+    @property
+    def leaves(self, /) -> bool:
+        """
+        Whether the entry leaves the device.
+        """
+    @property
+    def reason(self, /) -> str | None:
+        """
+        Why an entry that was to leave stays.
+        """
+    @property
+    def save(self, /) -> int:
+        """
+        The number of the save.
+        """
+    @property
+    def start_bytes(self, /) -> int:
+        """
+        Where the entry's range begins in its storage.
         """
 
 @final
@@ -333,11 +707,11 @@ class Saving:
         """
     def abandon(self, /) -> None:
         """
-        Give it up; what is written so far is removed by the next save.
+        Give it up; the next save removes what has been written.
         """
     def commit(self, /, manifest: str, keep_last: SupportsIndex | None) -> None:
         """
-        Complete it with a manifest, given as JSON; keep only the last few checkpoints of the path if asked to.
+        Complete it with a manifest, given as JSON. With `keep_last`, remove older checkpoints of the path.
         """
     def folder(self, /) -> str:
         """
@@ -355,16 +729,16 @@ class Slabs:
         """
     def begin(self, /, to_sleep: bool, stream: SupportsIndex, staging_addr: SupportsIndex, staging: Any) -> None:
         """
-        Begin to move storages, behind what was submitted to `stream`. `staging` owns memory of `staging_bytes` at
+        Begin to move storages, behind the present work of `stream`. `staging` owns memory of `staging_bytes` at
         `staging_addr`; with address 0 nothing is packed.
         """
     def finish(self, /) -> None:
         """
-        Block until all batches have arrived and nothing is in flight, also where one failed; then raise that failure.
+        Block until nothing is in flight, also after a failure; then raise that failure.
         """
     def free(self, /, ids: SupportsGetItem[int, SupportsIndex]) -> None:
         """
-        Note that storages are awake.
+        The places of these storages are no longer in use: the storages are awake.
         """
     def has_arrived(self, /, batch: SupportsIndex) -> bool:
         """
@@ -372,11 +746,11 @@ class Slabs:
         """
     def holds(self, /, ids: SupportsGetItem[int, SupportsIndex], sizes: SupportsGetItem[int, SupportsIndex]) -> bool:
         """
-        Whether each storage has its place, of this size, with nothing asleep there.
+        Whether each storage has a place of this size that is not in use.
         """
     def pin_stats(self, /) -> tuple[int, int]:
         """
-        What pinning took: bytes and nanoseconds of the slabs there are.
+        What pinning the present slabs cost: bytes and nanoseconds.
         """
     def pinned_bytes(self, /) -> int:
         """
@@ -388,11 +762,11 @@ class Slabs:
         """
     def release(self, /) -> None:
         """
-        Unpin and free everything; refused while anything sleeps.
+        Unpin and free everything; refused while anything is asleep.
         """
     def resources_made(self, /) -> int:
         """
-        Allocations, slabs, streams and events made on the device so far; constant from the third sleep on.
+        Allocations, slabs, streams and events made on the device so far; constant after the third sleep.
         """
     @staticmethod
     def staging_bytes() -> int:
@@ -401,8 +775,8 @@ class Slabs:
         """
     def submit(self, /, ids: SupportsGetItem[int, SupportsIndex], addrs: SupportsGetItem[int, SupportsIndex], sizes: SupportsGetItem[int, SupportsIndex], owner: Any, stream: SupportsIndex) -> int:
         """
-        Hand over a batch: numbers, addresses and sizes of storages that `owner` holds. Returns its number. Storages of
-        a sleep count as asleep until they are freed: their places are neither given away nor stored to.
+        Submit a batch: numbers, addresses and sizes of storages that `owner` holds. Returns the batch's number. In a sleep
+        the places of these storages are in use from now on until `free`: nothing else is stored there.
         """
     def wait(self, /, batch: SupportsIndex) -> None:
         """
@@ -412,15 +786,15 @@ class Slabs:
 @final
 class Snapshot:
     """
-    State of one moment, kept while optimizers go on.
+    State of one moment, kept while optimizers step.
     """
-    def __new__(cls, /, engines: SupportsGetItem[int, Engine], budget_bytes: SupportsIndex) -> Snapshot:
+    def __new__(cls, /, optimizers: SupportsGetItem[int, Optimizer], budget_bytes: SupportsIndex) -> Snapshot:
         """
-        Begin one of all state that these engines have in pinned memory; copies of it take so many bytes at most.
+        Begin a snapshot of all state that these optimizers have in pinned memory; its copies take at most `budget_bytes`.
         """
     def copy_ahead(self, /, threads: SupportsIndex, bytes_per_s: SupportsFloat | SupportsIndex | None) -> None:
         """
-        Copy aside in the background what the next step will change.
+        Copy in the background what the next step will change.
         """
     def finish(self, /) -> None:
         """
@@ -432,8 +806,35 @@ class Snapshot:
         """
     def stats(self, /) -> tuple[int, int, int, int, int]:
         """
-        Bytes copied aside, bytes of memory taken for that, how often a step waited and how long in nanoseconds, and how
-        often the writer gave way to a step.
+        Bytes copied, bytes of memory for the copies, how often a step waited and for how many nanoseconds, and how often
+        the writer paused for a step.
+        """
+
+@final
+class TensorCost:
+    """
+    The results of one operation inside a layer, which can be saved when the layer is recomputed.
+    """
+    def __new__(cls, /, name: str, *, bytes: SupportsIndex, recompute_ns: SupportsIndex, saved: bool) -> TensorCost: ...
+    @property
+    def bytes(self, /) -> int:
+        """
+        Bytes of its results.
+        """
+    @property
+    def name(self, /) -> str:
+        """
+        The operation.
+        """
+    @property
+    def recompute_ns(self, /) -> int:
+        """
+        The time to recompute it.
+        """
+    @property
+    def saved(self, /) -> bool:
+        """
+        Whether autograd saves it anyway.
         """
 
 def _errors_for_test() -> list[tuple[str, Any]]:
@@ -460,8 +861,8 @@ def backends() -> tuple[list[str], list[tuple[str, str]]]:
 
 def bench_placements(device: str, link_gbps: SupportsFloat | SupportsIndex | None, params: SupportsIndex, host_threads: SupportsIndex | None, host_kernel: str | None, slots: SupportsIndex, chunk_bytes: SupportsIndex, rounds: SupportsIndex, fractions: SupportsGetItem[int, SupportsFloat | SupportsIndex] = ...) -> str:
     """
-    Run the step at every placement over made-up bf16 parameters, in turns, and at fixed shares of the host where asked
-    for; JSON text. On the CPU backend the link may be given a rate.
+    Run the step at every placement over synthetic bf16 parameters, in turns, and at fixed shares of the host if given;
+    JSON text. On the CPU backend the link may be given a rate.
     """
 
 def bench_step(device: str | None, params: SupportsIndex, slots: SupportsIndex, chunk_bytes: SupportsIndex, steps: SupportsIndex) -> str:
@@ -472,11 +873,6 @@ def bench_step(device: str | None, params: SupportsIndex, slots: SupportsIndex, 
 def check_host(kernel: str | None) -> int:
     """
     Check the name of a kernel against this machine; return how many threads the host may have.
-    """
-
-def explain_activations(plan: str) -> str:
-    """
-    A plan in words.
     """
 
 def host_memory() -> tuple[int, int]:
@@ -507,12 +903,6 @@ def look_with_gradients(parameters: Any, table: Any, plain: tuple[Any, Any]) -> 
     these parameters in the list (nothing where they are all of it), and what `look` finds for both.
     """
 
-def plan_activations(cost: str, budget_bytes: SupportsIndex | None, tokens: SupportsIndex, measured_tokens: SupportsIndex) -> str:
-    """
-    Plan a pass: its costs and the plan as JSON. Costs were measured for so many tokens and are scaled to others. Without a
-    budget the plan is the one that takes least memory.
-    """
-
 def probe(device: str | None = None) -> str:
     """
     Measure a device, by default the first GPU; JSON text.
@@ -520,7 +910,7 @@ def probe(device: str | None = None) -> str:
 
 def release_copies() -> int:
     """
-    Give back the memory that is kept for the copies of the next snapshot; returns how many bytes that were.
+    Free the memory that is kept for the copies of the next snapshot, and return how many bytes that were.
     """
 
 def version() -> str:

@@ -1,6 +1,7 @@
-"""Fingerprints of gradients: whether a tensor still has the bits it had, without a copy of it.
+"""Fingerprints of memory: whether a tensor still has the bits it had, without a copy of it.
 
-torch's version counters do not see what is written through ``.data``, by a collective or by ``GradScaler.unscale_``.
+torch's version counters miss what is written through ``.data``, by a collective, by ``GradScaler.unscale_`` or by a
+kernel that torch does not know.
 """
 
 from __future__ import annotations
@@ -8,26 +9,38 @@ from __future__ import annotations
 import torch
 
 COLUMNS = 1021
-"""A prime, so that rows and columns of a tensor that change places do not land in the same sums."""
+"""A prime, so that parts of the usual sizes that swap places do not land in the same sums."""
 
-BEFORE, AFTER = 3, 7
-"""Elements that may lie before the first whole word and after the last one counted."""
+BEFORE, AFTER = 7, 15
+"""The most elements before the first whole word and after the last word that is counted."""
 
 TOGETHER = 256
-"""Tensors that are looked at again at a time, to bound the memory that takes."""
+"""Tensors that are compared at a time, to bound the memory that takes."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class Fingerprint:
     """The sums of a dense tensor's bits, taken as 64-bit words, in ``COLUMNS`` columns.
 
-    One pass over the memory and a vector of 8 KiB, whatever the size. Sums of integers wrap around, so they are the
-    same in whatever order a device adds. A word that changes changes its column; and in some column the number of words
-    is odd, so that signs which change in all of them do not cancel out.
+    One pass over the memory and a vector of 8 KiB, whatever the size. Sums of integers wrap around, so they do not
+    depend on the order in which a device adds. A word that changes changes its column; and in some column the number of
+    words is odd, so that signs which change in all of them do not cancel out. The fingerprint holds the memory: freed
+    memory could be changed and come back as another tensor's.
+
+    Parameters
+    ----------
+    tensor
+        A dense tensor with elements of at most 4 bytes.
     """
 
+    _storage: torch.UntypedStorage | None = None
+    _storage_bytes = 0
+
     def __init__(self, tensor: torch.Tensor) -> None:
-        width = 8 // tensor.element_size()
-        bits = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.int32 if width == 2 else torch.int16)
+        size = tensor.element_size()
+        width = 8 // size
+        bits = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(_BITS[size])
         before = min(-bits.storage_offset() % width, bits.numel())
         count = (bits.numel() - before) // width
         if count and count % (2 * COLUMNS) == 0:
@@ -40,12 +53,28 @@ class Fingerprint:
         self._rest = [(start, start + part.numel(), part) for start, part in rest if part.numel()]
         self.sums = self._add_up(_zeros(1, tensor.device)[0])
 
+    @classmethod
+    def of_storage(cls, tensor: torch.Tensor) -> Fingerprint:
+        """Return the fingerprint of all memory of a tensor's storage, whatever the tensor's type."""
+        storage = tensor.untyped_storage()
+        memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        found = cls(memory.set_(storage, 0, (storage.nbytes(),), (1,)))
+        found._storage, found._storage_bytes = storage, storage.nbytes()
+        return found
+
     def _add_up(self, into: torch.Tensor) -> torch.Tensor:
         if self._rows is not None:
             torch.sum(self._rows, 0, out=into[:COLUMNS])
         for start, end, part in self._rest:
             into[start:end].add_(part)
         return into
+
+    def differs(self) -> torch.Tensor:
+        """Return whether the tensor has other bits now, as a tensor on its device: nothing is waited for."""
+        if self._storage is not None and self._storage.nbytes() != self._storage_bytes:
+            # Resized: its memory was given back, and must not be read.
+            return torch.ones((), dtype=torch.bool)
+        return (self._add_up(_zeros(1, self.sums.device)[0]) != self.sums).any()
 
     @staticmethod
     def changed(fingerprints: list[Fingerprint]) -> list[bool]:

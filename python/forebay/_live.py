@@ -1,7 +1,8 @@
-"""Tensors that a save beside training reads where they lie, since its budget did not allow to copy them.
+"""Live tensors, which a save reads in place while training goes on, because its budget left no room for copies.
 
-They are written first. Until then a step waits that would change them, and so does whatever else of forebay writes into
-them. Of any other change torch's version counters tell, and then the save fails: what it has may be of two moments.
+They are written first. Until then, steps that would change them wait, and so does every other part of forebay that
+writes into them. Torch's version counters tell of any other change, and then the save fails: what it has read may be of
+two moments.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forebay._torch import is_dtensor, local
+from forebay._device import is_gpu, record_event, wait_event
+from forebay._tensors import address, is_dtensor, local
 from forebay.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -22,22 +24,22 @@ if TYPE_CHECKING:
 
 _under_way: weakref.WeakSet[Live] = weakref.WeakSet()
 _of: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Live]] = weakref.WeakKeyDictionary()
-"""For each optimizer that had to wait once: what it has to wait for."""
+"""For each optimizer, the live tensors for which its steps wait."""
 _waited: weakref.WeakKeyDictionary[torch.optim.Optimizer, float] = weakref.WeakKeyDictionary()
-"""For each that waited in its last step: how many seconds."""
+"""For each optimizer that waited in its last step, how many seconds it waited."""
 
 
 class Live:
-    """What one save reads where it lies.
+    """What one save reads in place.
 
     Parameters
     ----------
     tensors
         The tensors, by their names in the checkpoint.
     owners
-        By address, the parameters and state that these tensors are, where they are of optimizers.
+        The parameters and state of optimizers that these tensors are, by address.
     optimizers
-        Whose steps wait.
+        The optimizers whose steps wait.
     """
 
     def __init__(
@@ -51,29 +53,29 @@ class Live:
         self.written = threading.Event()
         self.stalls, self.stall_s = 0, 0.0
         self._versions = {name: self._version(tensor) for name, tensor in tensors.items()}
-        gpus = {local(tensor).device for tensor in tensors.values() if local(tensor).device.type == "cuda"}
-        # What the caller's streams have been given so far may still change them.
-        self._points = {gpu: torch.cuda.current_stream(gpu).record_event() for gpu in gpus}
+        gpus = {local(tensor).device for tensor in tensors.values() if is_gpu(local(tensor).device)}
+        # Work that the caller's streams have been given so far may still change the tensors.
+        self._points = {gpu: record_event(gpu) for gpu in gpus}
         if not tensors:
             self.written.set()
             return
         _under_way.add(self)
         for one in optimizers:
-            # Never removed: that would be by another thread, maybe while a step is going through its hooks.
+            # Never removed: another thread would do it, perhaps while a step runs its hooks.
             if one not in _of:
                 one.register_step_pre_hook(_before_step)
             _of[one] = weakref.ref(self)
 
     def order(self) -> None:
-        """Let the present streams of this thread, which is not the caller's, wait for the caller's at the call."""
+        """Let the current streams of the writing thread wait for the work that the caller's streams had at the call."""
         for gpu, point in self._points.items():
-            torch.cuda.current_stream(gpu).wait_event(point)
+            wait_event(gpu, point)
 
     def check(self) -> None:
-        """Refuse to go on if anything has been changed since the call.
+        """Raise if a tensor was changed since the call.
 
-        Called when all of it is written and synced: an operation counts when it ends on the host, and one that changed
-        what was read has ended by then.
+        Called when all tensors are written and synced. Torch counts an operation when it ends on the host, and an
+        operation that changed what was read has ended by then.
         """
         for name, tensor in self.tensors.items():
             if self._version(tensor) != self._versions[name]:
@@ -84,26 +86,26 @@ class Live:
                 )
 
     def finish(self) -> None:
-        """Hold nobody and nothing any longer."""
+        """Let steps go on, and keep no tensor any longer."""
         self.written.set()
         self.tensors, self._owners = {}, {}
 
     def _version(self, tensor: torch.Tensor) -> int:
         """Return how often a tensor was changed, as torch counts it.
 
-        What a state dict has of a parameter shares its count. But a DTensor has two, its own and that of what it has
-        locally, and a state dict's DTensor shares only the first.
+        A state dict's tensor shares the count of its parameter. But a DTensor has two counts, its own and that of its
+        local tensor, and a state dict's DTensor shares only the first.
         """
         if tensor.is_inference():
             return 0
         if not is_dtensor(tensor):
             return tensor._version
         inner = local(tensor)
-        return tensor._version + local(self._owners.get(inner.data_ptr(), tensor))._version
+        return tensor._version + local(self._owners.get(address(inner), tensor))._version
 
 
 def wait_for_live(optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Return when no save under way reads an optimizer's parameters and state where they lie any more; or of any."""
+    """Wait until no save reads an optimizer's parameters and state in place; without one, those of any optimizer."""
     if optimizer is None:
         for live in list(_under_way):
             live.written.wait()
@@ -112,9 +114,9 @@ def wait_for_live(optimizer: torch.optim.Optimizer | None = None) -> None:
 
 
 def _leave_to_parent() -> None:
-    """Wait for nothing in a forked child: the thread that writes is its parent's."""
+    """Wait for nothing in a forked child: the writing thread is its parent's."""
     for live in list(_under_way):
-        # A new one: the old one's lock may be held by such a thread.
+        # A new event, because that thread may hold the old one's lock.
         live.written = threading.Event()
         live.written.set()
 
@@ -123,7 +125,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def waited_s(optimizer: torch.optim.Optimizer) -> float:
-    """Return how long an optimizer's last step waited for what is read where it lies."""
+    """Return how many seconds an optimizer's last step waited for live tensors."""
     return _waited.get(optimizer, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""What this machine can do, and how much of it forebay uses."""
+"""Measurements of this machine, and of forebay on it. The work is done by the crate ``forebay-bench``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from forebay import _core
 
 
 def backends() -> dict[str, Any]:
-    """Return the devices that can be used, and why others cannot.
+    """Return the devices that can be used, and why others cannot be used.
 
     Returns
     -------
@@ -41,6 +41,6 @@ def bench_step(
     chunk_bytes: int = 16 << 20,
     steps: int = 5,
 ) -> dict[str, Any]:
-    """Run the streamed AdamW step over made-up parameters, as ``forebay bench step --json`` does."""
+    """Run the streamed step over synthetic parameters, as ``forebay bench step --json`` does."""
     result: dict[str, Any] = json.loads(_core.bench_step(device, params, slots, chunk_bytes, steps))
     return result

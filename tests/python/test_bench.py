@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import forebay
+from support.processes import environment
+
 REPOSITORY = Path(__file__).parents[2]
 STREAMED = ["forebay", "forebay-72mib", "forebay-bf16", "forebay-small"]
 
@@ -143,16 +146,14 @@ def test_the_update_on_the_host_against_torchs(tmp_path: Path) -> None:
 
 def test_results_of_a_gpu_can_be_printed_again() -> None:
     stored = json.loads((REPOSITORY / "bench/results/h200_cpu_adam.json").read_text())
-    command = (
-        "import json,sys; sys.path.insert(0, 'bench'); import cpu_adam; cpu_adam.print_report(json.load(sys.stdin))"
-    )
+    command = "import json, sys, cpu_adam; cpu_adam.print_report(json.load(sys.stdin))"
     done = subprocess.run(
         [sys.executable, "-c", command],
         check=True,
         capture_output=True,
         text=True,
         input=json.dumps(stored),
-        cwd=REPOSITORY,
+        env=environment(PYTHONPATH=os.pathsep.join([str(REPOSITORY / "bench"), *filter(None, sys.path)])),
     )
     assert "host, bf16" in done.stdout
     placed = [row for row in stored["rows"] if row["last_step"]]
@@ -234,6 +235,32 @@ def test_checkpoints_beside_training_stand_beside_their_limits(tmp_path: Path) -
     assert (free["extra_limit_bytes"], tight["extra_limit_bytes"]) == (None, 2_000_000 + (256 << 20))
     assert 0 < tight["stall_limit_s"] < 1.1 * tight["write_s"]
     assert "the step after the call" in done.stdout
+
+
+def test_two_builds_are_compared(tmp_path: Path) -> None:
+    path, package = tmp_path / "compare.json", Path(forebay.__file__).parents[1]
+    small = ["--small", "--device", "cpu", "--rounds", "1", "--steps", "1", "--rows", "sleep"]
+    done = run("bench/compare.py", package, package, *small, "--json", path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert found["is_complete"] is True
+    assert found["left_out"] == []
+    lines = {(line["row"], line["metric"]): line for line in found["comparison"]}
+    assert lines.keys() == {("sleep", "sleep"), ("sleep", "wake"), ("sleep", "first sleep")}
+    for line in lines.values():
+        assert line["new/old"] == pytest.approx(line["new"] / line["old"])
+        assert line["by_round"] == [pytest.approx(line["new/old"])]
+        assert line["same_bits"] is True
+    assert found["builds"]["old"] == found["builds"]["new"]
+
+
+def test_wrong_options_of_a_comparison_are_refused(tmp_path: Path) -> None:
+    package = Path(forebay.__file__).parents[1]
+    for options in (["--rows", "fastest"], ["--model", "tiny", "--params", "5"], ["--rounds", "0"]):
+        assert run("bench/compare.py", package, package, *options).returncode == 2
+    refused = run("bench/compare.py", tmp_path, package)
+    assert refused.returncode == 2
+    assert f"no forebay package with its extension module in {tmp_path}" in refused.stderr
 
 
 @pytest.mark.parametrize("without", ["0", "3"])

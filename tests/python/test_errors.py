@@ -38,6 +38,7 @@ RAISED_FOR = {
     "InvalidOption": forebay.OptionError,
     "PlanMismatch": forebay.OptionError,
     "Checkpoint": forebay.CheckpointError,
+    "Distrusted": forebay.CheckpointError,
     "File": forebay.StorageError,
 }
 

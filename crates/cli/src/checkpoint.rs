@@ -10,6 +10,7 @@ use serde_json::{Map, Value};
 
 use crate::output::{Json, check_writable, emit};
 use crate::progress::watch;
+use crate::tables::{count, size};
 use crate::{Failure, report};
 
 pub(crate) fn inspect(path: &Path, json: &Json) -> Result<ExitCode, Failure> {
@@ -30,7 +31,7 @@ struct Verdict {
 pub(crate) fn verify(path: &Path, json: &Json) -> Result<ExitCode, Failure> {
     json.path().map_or(Ok(()), check_writable)?;
     let (folder, checked_bytes, problems) = match Checkpoint::open(path) {
-        // A manifest that cannot be used is a finding, too.
+        // A manifest that cannot be used is a finding too.
         Err(Error::Checkpoint { path, reason }) => (path.clone(), 0, vec![Problem { file: path, reason }]),
         Err(error) => return Err(error.into()),
         Ok(checkpoint) => {
@@ -71,19 +72,6 @@ pub(crate) fn convert(from: &Path, to: &Path) -> Result<ExitCode, Failure> {
     };
     emit(&format!("wrote {}: {}\n", to.display(), size(bytes)))?;
     Ok(ExitCode::SUCCESS)
-}
-
-fn count(number: usize, what: &str) -> String {
-    format!("{number} {what}{}", if number == 1 { "" } else { "s" })
-}
-
-fn size(bytes: u64) -> String {
-    match bytes {
-        0..10_000 => count(bytes as usize, "byte"),
-        10_000..10_000_000 => format!("{:.1} kB", bytes as f64 / 1e3),
-        10_000_000..10_000_000_000 => format!("{:.1} MB", bytes as f64 / 1e6),
-        _ => format!("{:.1} GB", bytes as f64 / 1e9),
-    }
 }
 
 fn table(summary: &Summary) -> String {

@@ -1,12 +1,13 @@
-//! The options, each checked as it is read.
+//! The options of every command. Each option is checked when it is parsed.
 
 use std::path::PathBuf;
 
+use clap::builder::PossibleValuesParser;
 use clap::{Args, Parser, Subcommand};
-use forebay::measure::Model;
+use forebay_bench::{CpuAdamOptions, Link, Model};
 
-use crate::cpu_adam::CpuAdamArgs;
 use crate::output::Json;
+use crate::plan::{WeightType, rule_names};
 
 /// Keeps a GPU fed with training state that does not fit on it.
 #[derive(Debug, Parser)]
@@ -22,25 +23,22 @@ pub(crate) enum Command {
     Probe {
         #[command(flatten)]
         device: DeviceChoice,
-        /// Print JSON, or with a path write it there beside the table
-        #[arg(long, value_name = "PATH", num_args = 0..=1, default_missing_value = "-", default_value = "", hide_default_value = true)]
-        json: Json,
+        #[command(flatten)]
+        output: OutputArgs,
     },
-    /// Say what is in a checkpoint: tensors, shapes, types, shards, bytes, step, groups
+    /// Show what is in a checkpoint: tensors, shapes, types, shards, bytes, step, groups
     Inspect {
         /// The folder that was saved to, or one of its numbered subfolders
         path: PathBuf,
-        /// Print JSON, or with a path write it there beside the table
-        #[arg(long, value_name = "PATH", num_args = 0..=1, default_missing_value = "-", default_value = "", hide_default_value = true)]
-        json: Json,
+        #[command(flatten)]
+        output: OutputArgs,
     },
     /// Check every checksum of a checkpoint, and that every range of every tensor is there once; exit code 1 if not
     Verify {
         /// The folder that was saved to, or one of its numbered subfolders
         path: PathBuf,
-        /// Print JSON, or with a path write it there beside the list
-        #[arg(long, value_name = "PATH", num_args = 0..=1, default_missing_value = "-", default_value = "", hide_default_value = true)]
-        json: Json,
+        #[command(flatten)]
+        output: OutputArgs,
     },
     /// Turn a checkpoint into one plain safetensors file, or such a file into a checkpoint
     Convert {
@@ -48,6 +46,11 @@ pub(crate) enum Command {
         from: PathBuf,
         /// The file to write, or the folder to make a checkpoint in
         to: PathBuf,
+    },
+    /// Print a plan: what would move in which chunk, before anything is allocated
+    Plan {
+        #[command(subcommand)]
+        plan: Plan,
     },
     /// Measure what forebay does on this machine
     Bench {
@@ -57,11 +60,24 @@ pub(crate) enum Command {
 }
 
 #[derive(Debug, Subcommand)]
+pub(crate) enum Plan {
+    /// Print the plan of a streamed step over a model's shapes; needs no device
+    Step(PlanStepArgs),
+}
+
+#[derive(Debug, Subcommand)]
 pub(crate) enum Bench {
-    /// Run the streamed AdamW step over synthetic parameters of a model's shapes
+    /// Run the streamed step over synthetic parameters of a model's shapes
     Step(StepArgs),
-    /// Run the AdamW update on the host's threads, next to the pace of the memory
+    /// Run the update on the host's threads, compared with the bandwidth of the memory
     CpuAdam(CpuAdamArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct OutputArgs {
+    /// Print JSON; with a path, print the text and write JSON to the path
+    #[arg(long, value_name = "PATH", num_args = 0..=1, default_missing_value = "-", default_value = "", hide_default_value = true)]
+    pub(crate) json: Json,
 }
 
 #[derive(Debug, Args)]
@@ -77,31 +93,95 @@ pub(crate) struct DeviceChoice {
     pub(crate) link_shared: bool,
 }
 
+impl DeviceChoice {
+    pub(crate) fn link(&self) -> Option<Link> {
+        self.link_gbps.map(|gbps| Link { gbps, is_shared: self.link_shared })
+    }
+}
+
+/// The ring on the device.
 #[derive(Debug, Args)]
-pub(crate) struct StepArgs {
-    #[command(flatten)]
-    pub(crate) device: DeviceChoice,
-    /// Shapes of a public model [default on a GPU: qwen2.5-3b]
-    #[arg(long, value_parser = clap::builder::PossibleValuesParser::new(Model::names()), conflicts_with = "params")]
-    pub(crate) model: Option<String>,
-    /// Made-up shapes with so many parameters: 40000000, 40e6 or 40M [default on the CPU: 40M]
-    #[arg(long, value_parser = count)]
-    pub(crate) params: Option<u64>,
+pub(crate) struct RingArgs {
     /// Bytes of one slot, all kinds of state together: 16777216 or 16MiB
     #[arg(long, default_value = "16MiB", value_parser = bytes)]
     pub(crate) chunk_bytes: u64,
     /// Slots in the ring
     #[arg(long, default_value_t = 4)]
     pub(crate) slots: usize,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct PlanStepArgs {
+    /// Shapes of a public model [default: qwen2.5-3b]
+    #[arg(long, value_parser = PossibleValuesParser::new(Model::names()), conflicts_with = "params")]
+    pub(crate) model: Option<String>,
+    /// Synthetic shapes with so many parameters: 40000000, 40e6 or 40M
+    #[arg(long, value_parser = count)]
+    pub(crate) params: Option<u64>,
+    /// Type of the weights and gradients; half types have f32 master weights
+    #[arg(long, value_enum, default_value_t = WeightType::F32)]
+    pub(crate) dtype: WeightType,
+    /// The optimizer's update rule, with its default settings
+    #[arg(long, value_parser = PossibleValuesParser::new(rule_names()), default_value = rule_names()[0])]
+    pub(crate) rule: String,
+    #[command(flatten)]
+    pub(crate) ring: RingArgs,
+    /// A wire of so many GB/s each way: prints the shortest step that it allows
+    #[arg(long, value_parser = positive)]
+    pub(crate) wire_gbps: Option<f64>,
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct StepArgs {
+    #[command(flatten)]
+    pub(crate) device: DeviceChoice,
+    /// Shapes of a public model [default on a GPU: qwen2.5-3b]
+    #[arg(long, value_parser = PossibleValuesParser::new(Model::names()), conflicts_with = "params")]
+    pub(crate) model: Option<String>,
+    /// Synthetic shapes with so many parameters: 40000000, 40e6 or 40M [default on the CPU: 40M]
+    #[arg(long, value_parser = count)]
+    pub(crate) params: Option<u64>,
+    #[command(flatten)]
+    pub(crate) ring: RingArgs,
     /// Steps to time, after one to warm up
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) steps: u64,
     /// Write a Chrome trace of one more step to this file
     #[arg(long, value_name = "PATH")]
     pub(crate) trace: Option<String>,
-    /// Print JSON, or with a path write it there beside the table
-    #[arg(long, value_name = "PATH", num_args = 0..=1, default_missing_value = "-", default_value = "", hide_default_value = true)]
-    pub(crate) json: Json,
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CpuAdamArgs {
+    /// Parameters of one update: 500000000, 500e6 or 500M [default: what memory easily holds, at most 500M]
+    #[arg(long, value_parser = count)]
+    params: Option<u64>,
+    /// Numbers of threads, separated by commas [default: powers of two, and all cores]
+    #[arg(long, value_delimiter = ',')]
+    host_threads: Vec<usize>,
+    /// portable, avx2 or avx512 [default: the best that this CPU has]
+    #[arg(long)]
+    host_kernel: Option<String>,
+    /// Timed repetitions of each figure
+    #[arg(long, default_value_t = 7)]
+    repetitions: usize,
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
+}
+
+impl CpuAdamArgs {
+    pub(crate) fn options(&self) -> CpuAdamOptions {
+        CpuAdamOptions {
+            params: self.params,
+            threads: self.host_threads.clone(),
+            kernel: self.host_kernel.clone(),
+            repetitions: self.repetitions,
+        }
+    }
 }
 
 fn positive(text: &str) -> Result<f64, String> {
@@ -112,7 +192,7 @@ fn positive(text: &str) -> Result<f64, String> {
 }
 
 /// A whole number, also as 40e6 or 40M.
-pub(crate) fn count(text: &str) -> Result<u64, String> {
+fn count(text: &str) -> Result<u64, String> {
     scaled(text, &[("k", 1e3), ("m", 1e6), ("g", 1e9), ("b", 1e9)])
 }
 

@@ -9,7 +9,7 @@ use forebay::{Error, device};
 
 use crate::Failure;
 
-/// What `--json` asks for.
+/// Where `--json` sends the result.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Json {
     Off,
@@ -39,7 +39,7 @@ impl Json {
     }
 }
 
-/// Writes to standard output. A reader that has seen enough (`| head`) is not an error; a full disk is.
+/// Writes to standard output. A closed pipe (`| head`) is not an error; a full disk is.
 pub(crate) fn emit(text: &str) -> Result<(), Failure> {
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -50,10 +50,10 @@ pub(crate) fn emit(text: &str) -> Result<(), Failure> {
     }
 }
 
-/// Refuses a path that cannot be written, before minutes are spent on what should go there.
+/// Refuses a path that cannot be written, before a measurement of minutes.
 pub(crate) fn check_writable(path: &str) -> Result<(), Failure> {
     let found = std::fs::metadata(path);
-    // Opening and closing a pipe would tell its reader that all is over.
+    // Opening and closing a pipe would end its reader.
     if found.as_ref().is_ok_and(|file| !file.is_file() && !file.is_dir()) {
         return Ok(());
     }
@@ -69,10 +69,10 @@ fn complain(text: &str) {
     let _ = std::io::stderr().lock().write_all(text.as_bytes());
 }
 
-/// Prints clap's own answer: help and version to standard output, a complaint with a hint to standard error.
+/// Prints clap's message: help and version to standard output, an error with a hint to standard error.
 pub(crate) fn usage(error: &clap::Error) -> ExitCode {
     if error.kind() == clap::error::ErrorKind::DisplayVersion {
-        // Asked for here and not before: looking for a driver takes a moment that other commands need not wait.
+        // Built here only: looking for a driver takes time that other commands need not spend.
         return said(emit(&format!("forebay {}\n", crate::tables::version())));
     }
     if !error.use_stderr() {
@@ -88,7 +88,7 @@ fn said(outcome: Result<(), Failure>) -> ExitCode {
     outcome.map_or_else(|failure| fail(&failure), |()| ExitCode::SUCCESS)
 }
 
-/// Prints what went wrong and what to do about it.
+/// Prints the error and a hint how to avoid it.
 pub(crate) fn fail(failure: &Failure) -> ExitCode {
     let (text, hint, code) = match failure {
         Failure::Write { path, error } => (
@@ -109,7 +109,7 @@ pub(crate) fn fail(failure: &Failure) -> ExitCode {
     ExitCode::from(code)
 }
 
-/// The library's name of an option as the command line has it: `--chunk-bytes` for `chunk_bytes`.
+/// The library's name of an option as a flag: `--chunk-bytes` for `chunk_bytes`.
 fn flag(option: &str) -> String {
     format!("--{}", option.trim_start_matches('-').replace('_', "-"))
 }
@@ -121,7 +121,7 @@ fn hint(error: &Error) -> &'static str {
             return "name the folder of a complete checkpoint; `forebay verify` lists what is damaged";
         }
         Error::File { .. } => return "check that the path exists, that you may use it, and that the disk has room",
-        Error::InvalidOption { .. } | Error::PlanMismatch { .. } => return "",
+        Error::InvalidOption { .. } | Error::PlanMismatch { .. } | Error::Distrusted { .. } => return "",
     };
     match error {
         device::Error::DeviceAbsent { .. } => "use --device cpu, or run on a machine with an NVIDIA GPU and its driver",

@@ -1,12 +1,12 @@
-//! A progress bar on a terminal; nothing in a pipe.
+//! A progress bar on a terminal; no output in a pipe.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Duration;
 
-use forebay::measure::Progress;
+use forebay_bench::Progress;
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// One bar that is started again for each part of the work. It draws on standard error, and only on a terminal.
+/// One bar, restarted for each phase of the work. It draws on standard error, and only on a terminal.
 pub(crate) struct Bar(ProgressBar);
 
 impl Bar {
@@ -19,7 +19,7 @@ impl Bar {
     }
 }
 
-/// Runs work that counts the bytes it moves, with a bar beside it.
+/// Runs work that counts the bytes it moves, and shows the count as a bar.
 pub(crate) fn watch<T: Send>(what: &str, total_bytes: u64, work: impl FnOnce(&AtomicU64) -> T + Send) -> T {
     let moved = AtomicU64::new(0);
     let bar = ProgressBar::new(total_bytes);

@@ -1,14 +1,14 @@
-//! Results as tables.
+//! Tables of measurements, and numbers as text.
 
 use std::fmt::Write as _;
 
 use forebay::device::{Backend, backends};
-use forebay::measure::{Exactness, Probe, StepBench};
+use forebay_bench::{CpuAdamBench, Exactness, Probe, StepBench};
 
 const MIB: f64 = 1_048_576.0;
 const GIB: f64 = 1_073_741_824.0;
 
-/// The version, and what each backend found on this machine.
+/// The version, and the devices of each backend on this machine.
 pub(crate) fn version() -> String {
     let mut text = forebay::VERSION.to_owned();
     for status in backends() {
@@ -26,8 +26,23 @@ pub(crate) fn version() -> String {
     text
 }
 
+/// A number with its noun, in the plural unless it is 1.
+pub(crate) fn count(number: usize, what: &str) -> String {
+    format!("{number} {what}{}", if number == 1 { "" } else { "s" })
+}
+
+/// Bytes in the unit that keeps the number short.
+pub(crate) fn size(bytes: u64) -> String {
+    match bytes {
+        0..10_000 => count(bytes as usize, "byte"),
+        10_000..10_000_000 => format!("{:.1} kB", bytes as f64 / 1e3),
+        10_000_000..10_000_000_000 => format!("{:.1} MB", bytes as f64 / 1e6),
+        _ => format!("{:.1} GB", bytes as f64 / 1e9),
+    }
+}
+
 /// Two columns, the first padded.
-fn rows(text: &mut String, rows: &[(&str, String)]) {
+pub(crate) fn rows(text: &mut String, rows: &[(&str, String)]) {
     let width = rows.iter().map(|(label, _)| label.len()).max().unwrap_or(0);
     for (label, value) in rows {
         let _ = writeln!(text, "{label:width$}  {value}");
@@ -73,9 +88,9 @@ pub(crate) fn probe(probe: &Probe) -> String {
                     probe.host.copy_gbps, probe.host.add_gbps, probe.host.threads
                 ),
             ),
-            ("AdamW kernel", format!("{:.2} Gparam/s ({:.0} GB/s)", probe.kernel.gparam_per_s, probe.kernel.gbps)),
+            ("update kernel", format!("{:.2} Gparam/s ({:.0} GB/s)", probe.kernel.gparam_per_s, probe.kernel.gbps)),
             (
-                "limit: streamed AdamW, f32 moments",
+                "limit: streamed step, f32 moments",
                 format!("{:.2} Gparam/s (8 bytes each way)", probe.limits.f32_moments_gparam_per_s),
             ),
             (
@@ -97,7 +112,7 @@ fn exactness(result: &Exactness) -> String {
 
 pub(crate) fn step(bench: &StepBench) -> String {
     let mut text = format!(
-        "streamed AdamW on {} ({}), forebay {}\n{}: {:.3}e9 parameters in {} tensors\n\n",
+        "streamed step on {} ({}), forebay {}\n{}: {:.3}e9 parameters in {} tensors\n\n",
         bench.device,
         bench.device_model,
         bench.version,
@@ -165,5 +180,25 @@ pub(crate) fn step(bench: &StepBench) -> String {
             ("exact, all cut", exactness(&bench.cut_exactness)),
         ],
     );
+    text
+}
+
+pub(crate) fn cpu_adam(bench: &CpuAdamBench) -> String {
+    let mut text = format!(
+        "update on the host, {} kernel, {} cores, {:.1}e6 parameters, forebay {}\n\n",
+        bench.kernel,
+        bench.cores,
+        bench.params as f64 / 1e6,
+        bench.version
+    );
+    let _ = writeln!(text, "threads  update                      Gparam/s    GB/s   touch GB/s  % of touch");
+    for row in &bench.rows {
+        let _ = writeln!(
+            text,
+            "{:>7}  {:26}  {:>8.3}  {:>6.1}      {:>7.1}      {:>6.1}",
+            row.threads, row.case, row.gparam_per_s, row.gbps, row.touch_gbps, row.percent
+        );
+    }
+    text.push_str("\ntouch: as many bytes read and written back by the same threads, in turns with the update\n");
     text
 }

@@ -1,4 +1,4 @@
-//! `forebay inspect`, `verify` and `convert` as their users meet them.
+//! `forebay inspect`, `verify` and `convert` from outside.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::process::{Command, Output};
 
 use serde_json::{Value, json};
 
-/// A folder of this test's own, removed at its end.
+/// A folder for one test, removed at its end.
 struct Folder(PathBuf);
 
 impl Folder {

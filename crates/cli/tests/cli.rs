@@ -1,79 +1,17 @@
-//! The `forebay` binary as its users meet it: what it prints where, its exit codes, and what it says when something
-//! cannot work. Every run names `--device cpu` unless the device is the point, so the tests need no GPU and do not
-//! change on a machine that has one.
+//! The `forebay` binary from outside: what it prints where, its exit codes, and its errors. Every run names
+//! `--device cpu` unless the device is the point, so the tests need no GPU and do the same on a machine with one.
 
-#![allow(clippy::print_stderr, reason = "a skipped assertion must be seen by whoever reads the log")]
+#![allow(clippy::print_stderr, reason = "the log must show a skipped assertion")]
+
+mod support;
 
 use std::collections::HashMap;
 use std::fs::{self, File};
-use std::path::PathBuf;
-use std::process::{Command, Output, Stdio};
-use std::time::{Duration, Instant};
+use std::process::Stdio;
 
 use forebay::device::HostMemory;
 use serde_json::Value;
-
-/// Long for an answer that needs no measurement, however busy the machine is, and short for one that needs it.
-const AT_ONCE: Duration = Duration::from_secs(3);
-
-fn command(args: &str) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_forebay"));
-    command.args(args.split_whitespace()).stdin(Stdio::null());
-    command
-}
-
-fn forebay(args: &str) -> Output {
-    command(args).output().unwrap()
-}
-
-fn text(bytes: &[u8]) -> &str {
-    std::str::from_utf8(bytes).unwrap()
-}
-
-/// The standard output of a run that went well and had nothing to complain about: no progress bar in a pipe either.
-fn said(args: &str) -> String {
-    let output = forebay(args);
-    assert_eq!(output.status.code(), Some(0), "forebay {args}: {output:?}");
-    assert_eq!(text(&output.stderr), "", "forebay {args}");
-    text(&output.stdout).to_owned()
-}
-
-fn json(args: &str) -> Value {
-    let printed = said(args);
-    serde_json::from_str(&printed).unwrap_or_else(|error| panic!("forebay {args}: {error} in {printed}"))
-}
-
-/// A run that failed with this code: nothing on standard output, an error that names each of `named`, a hint.
-fn refused(args: &str, code: i32, named: &[&str]) -> String {
-    let output = forebay(args);
-    let complaint = text(&output.stderr).to_owned();
-    assert_eq!(output.status.code(), Some(code), "forebay {args}: {output:?}");
-    assert_eq!(text(&output.stdout), "", "forebay {args}");
-    assert!(complaint.starts_with("error: "), "forebay {args}: {complaint}");
-    assert!(complaint.lines().any(|line| line.len() > 10 && line.starts_with("hint: ")), "forebay {args}: {complaint}");
-    assert!(!complaint.contains(['\r', '\x1b']), "forebay {args}: {complaint:?}");
-    for name in named {
-        assert!(complaint.contains(name), "forebay {args}: no {name:?} in {complaint}");
-    }
-    complaint
-}
-
-fn refused_at_once(args: &str, code: i32, named: &[&str]) -> String {
-    let start = Instant::now();
-    let complaint = refused(args, code, named);
-    let elapsed = start.elapsed();
-    assert!(elapsed < AT_ONCE, "forebay {args}: refused after {elapsed:?}");
-    complaint
-}
-
-/// An empty folder of this test's own. Its path has no spaces that `command` would split at.
-fn folder(test: &str) -> PathBuf {
-    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(test);
-    let _ = fs::remove_dir_all(&folder);
-    fs::create_dir_all(&folder).unwrap();
-    assert!(!folder.to_str().unwrap().contains(char::is_whitespace));
-    folder
-}
+use support::{command, count, folder, forebay, json, number, refused, refused_at_once, said, text};
 
 fn has_cuda() -> bool {
     said("--version").contains("backend cuda: built in, cuda:0")
@@ -94,7 +32,7 @@ fn help_lists_every_command_and_option() {
     let shared = ["--device", "--link-gbps", "--link-shared", "--json", "--help"];
     let step = ["--model", "--params", "--chunk-bytes", "--slots", "--steps", "--trace"];
     for (args, names) in [
-        ("--help", vec!["probe", "bench", "--version", "--help"]),
+        ("--help", vec!["probe", "plan", "bench", "--version", "--help"]),
         ("help", vec!["probe", "bench"]),
         ("bench --help", vec!["step"]),
         ("probe --help", shared.to_vec()),
@@ -116,7 +54,7 @@ fn help_lists_every_command_and_option() {
 
 #[test]
 fn a_command_is_asked_for_where_there_is_none() {
-    for args in ["", "bench"] {
+    for args in ["", "bench", "plan"] {
         let output = forebay(args);
         assert_eq!(output.status.code(), Some(2), "forebay {args}: {output:?}");
         assert!(text(&output.stderr).contains("Usage: forebay"), "forebay {args}: {output:?}");
@@ -201,14 +139,6 @@ fn what_cannot_fit_is_refused_with_the_numbers_before_anything_is_measured() {
     assert!(numbers.iter().any(|&number| number > 1 << 20 && number < requested), "available bytes: {complaint}");
 }
 
-fn number(value: &Value, name: &str) -> f64 {
-    value[name].as_f64().unwrap_or_else(|| panic!("{name} is no number in {value}"))
-}
-
-fn count(value: &Value, name: &str) -> u64 {
-    value[name].as_u64().unwrap_or_else(|| panic!("{name} is no count in {value}"))
-}
-
 /// What holds for every result of `bench step`, whatever the machine.
 fn check_step(result: &Value, params: u64, chunk_bytes: u64, slots: u64, steps: u64) {
     assert_eq!(result["version"], env!("CARGO_PKG_VERSION"));
@@ -271,7 +201,7 @@ fn json_and_trace_go_to_files_beside_the_table() {
         result.display(),
         trace.display()
     ));
-    for row in ["streamed AdamW on cpu", "of the wire", "made in timed steps  0", "equal, bit for bit: 0 of"] {
+    for row in ["streamed step on cpu", "of the wire", "made in timed steps  0", "equal, bit for bit: 0 of"] {
         assert!(printed.contains(row), "{row:?} in {printed}");
     }
     assert!(!printed.contains("DIFFERENT") && !printed.contains('{'), "{printed}");

@@ -7,11 +7,13 @@
 //! the later one's actor has seen the earlier one's tick. That holds or fails whatever the timing, so one run of a
 //! test covers all of them.
 //!
+//! Bytes are known by their address, so that memory which is borrowed twice counts as one.
+//!
 //! All host threads count as one actor: races between host threads are for loom and the type system.
 
-use std::collections::HashMap;
-use std::fmt::Write as _;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::any::Any;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use crate::device::{Counters, Device, Entered, Info, Memory, SharedDevice};
 use crate::error::{Error, Result};
@@ -19,6 +21,7 @@ use crate::host::{HostThreads, HostUpdate, HostWork};
 use crate::kernel::Kernel;
 use crate::memory::{Buffer, Region, Slab, SlabLayout};
 use crate::stream::{Event, Stream};
+use crate::update::Rule;
 
 const HOST: u64 = 0;
 
@@ -39,17 +42,59 @@ struct Access {
     start: u64,
     end: u64,
     writes: bool,
+    /// The buffer it was made through, for messages: its number and where it begins.
+    buffer: (u64, u64),
+    /// Memory whose owner is gone was given back, which is allowed only after the work that uses it has ended.
+    owner: Weak<dyn Any + Send + Sync>,
 }
 
+/// The addresses of a region. They name the same bytes through whichever buffer: the host and its devices share one
+/// address space.
 fn range(region: &Region) -> (u64, u64) {
-    (region.offset_bytes(), region.offset_bytes() + region.bytes())
+    (region.addr() as u64, region.addr() as u64 + region.bytes())
+}
+
+/// The accesses that later ones must be ordered after, by address.
+#[derive(Default)]
+struct Accesses {
+    by_start: BTreeMap<u64, Vec<Access>>,
+    longest_bytes: u64,
+}
+
+impl Accesses {
+    /// Those to memory in use that touch a range.
+    fn overlapping(&self, start: u64, end: u64) -> impl Iterator<Item = &Access> {
+        let first = start.saturating_sub(self.longest_bytes);
+        let begun = self.by_start.range(first..end).flat_map(|(_, accesses)| accesses);
+        begun.filter(move |access| start < access.end && access.owner.strong_count() > 0)
+    }
+
+    fn push(&mut self, new: Access) {
+        self.longest_bytes = self.longest_bytes.max(new.end - new.start);
+        let mut emptied = Vec::new();
+        for (&start, accesses) in self.by_start.range_mut(new.start..new.end) {
+            accesses.retain(|old| {
+                // What this write covers is ordered before it; anything ordered after this write is after that too.
+                let covered = new.writes && old.end <= new.end;
+                // A repeated access of the same actor to the same range supersedes its earlier one.
+                let repeated =
+                    (old.actor, old.start, old.end, old.writes) == (new.actor, new.start, new.end, new.writes);
+                !covered && !repeated && old.owner.strong_count() > 0
+            });
+            if accesses.is_empty() {
+                emptied.push(start);
+            }
+        }
+        emptied.iter().for_each(|start| drop(self.by_start.remove(start)));
+        self.by_start.entry(new.start).or_default().push(new);
+    }
 }
 
 #[derive(Default)]
 struct Clocks {
     views: HashMap<u64, View>,
     events: HashMap<u64, View>,
-    accesses: HashMap<u64, Vec<Access>>,
+    accesses: Accesses,
 }
 
 impl Clocks {
@@ -65,20 +110,19 @@ impl Clocks {
     fn check(&self, view: &View, what: &str, accesses: &[(&Region, bool)]) -> Result<()> {
         for (region, writes) in accesses.iter().filter(|(region, _)| region.bytes() > 0) {
             let (start, end) = range(region);
-            let earlier = self.accesses.get(&region.buffer().key()).into_iter().flatten();
-            for other in earlier.filter(|a| a.start < end && start < a.end && (a.writes || *writes)) {
+            for other in self.accesses.overlapping(start, end).filter(|other| other.writes || *writes) {
                 if view.get(&other.actor).copied().unwrap_or(0) < other.tick {
-                    let mut detail = String::new();
                     let verb = |writes: bool| if writes { "writes" } else { "reads" };
-                    let _ = write!(
-                        detail,
-                        "{what} {} bytes {start}..{end} of {:?}, which {} {} ({}..{}) and nothing orders the two",
+                    let (offset, (key, base)) = (region.offset_bytes(), other.buffer);
+                    let detail = format!(
+                        "{what} {} bytes {offset}..{} of {:?}, which {} {} ({}..{} of Buffer#{key}) and nothing orders the two",
                         verb(*writes),
+                        offset + region.bytes(),
                         region.buffer(),
                         other.what,
                         verb(other.writes),
-                        other.start,
-                        other.end,
+                        other.start - base,
+                        other.end - base,
                     );
                     return Err(Error::Unordered { detail });
                 }
@@ -91,14 +135,11 @@ impl Clocks {
     fn commit(&mut self, actor: u64, view: View, what: &str, accesses: &[(&Region, bool)]) {
         let tick = view.get(&actor).copied().unwrap_or(0);
         self.views.insert(actor, view);
-        for (region, writes) in accesses.iter().filter(|(region, _)| region.bytes() > 0) {
-            let (start, end) = range(region);
-            let earlier = self.accesses.entry(region.buffer().key()).or_default();
-            // What this write covers is ordered before it; anything ordered after this write is after that too.
-            earlier.retain(|a| !(*writes && start <= a.start && a.end <= end));
-            // A repeated access of the same actor to the same range supersedes its earlier one.
-            earlier.retain(|a| (a.actor, a.start, a.end, a.writes) != (actor, start, end, *writes));
-            earlier.push(Access { what: what.to_owned(), actor, tick, start, end, writes: *writes });
+        for &(region, writes) in accesses.iter().filter(|(region, _)| region.bytes() > 0) {
+            let ((start, end), buffer) = (range(region), region.buffer());
+            let (what, owner) = (what.to_owned(), buffer.weak_owner());
+            let buffer = (buffer.key(), buffer.addr() as u64);
+            self.accesses.push(Access { what, actor, tick, start, end, writes, buffer, owner });
         }
     }
 
@@ -158,6 +199,9 @@ impl Device for Checked {
     }
     fn counters(&self) -> Counters {
         self.inner.counters()
+    }
+    fn load(&self, rule: &'static Rule) -> Result<()> {
+        self.inner.load(rule)
     }
     fn enter(&self) -> Result<Entered> {
         self.inner.enter()

@@ -9,6 +9,7 @@ use crate::host::{HostThreads, HostUpdate, HostWork};
 use crate::kernel::Kernel;
 use crate::memory::{Buffer, DeviceId, Region, Slab, SlabLayout};
 use crate::stream::{Event, Stream};
+use crate::update::Rule;
 
 /// Owns memory and runs work.
 ///
@@ -42,13 +43,13 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// freed when the last clone goes, after the device has ended the work that uses it.
     fn alloc(&self, bytes: u64) -> Result<Buffer>;
 
-    /// Allocates one page-locked slab, zeroed, against the pinned budget.
+    /// Allocates one page-locked slab, zeroed. How much may be pinned is the caller's to decide.
     fn pin(&self, layout: SlabLayout) -> Result<Slab>;
 
     /// Makes a stream.
     fn stream(&self, name: &str) -> Result<Stream>;
 
-    /// Names a stream that somebody else made: torch's current stream, for example.
+    /// Names a stream that other code made: torch's current stream, for example.
     ///
     /// # Safety
     /// `handle` must be a stream of this device's context that outlives the returned handle and its clones.
@@ -90,12 +91,17 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// Runs a kernel on a stream.
     fn launch(&self, stream: &Stream, kernel: &Kernel<'_>) -> Result<()>;
 
+    /// Loads the kernels of a rule, so that the first step need not.
+    fn load(&self, _rule: &'static Rule) -> Result<()> {
+        Ok(())
+    }
+
     /// Readies the calling thread for many calls in a row; until the guard goes, each of them costs less.
     fn enter(&self) -> Result<Entered> {
         Ok(Entered::default())
     }
 
-    /// Starts an AdamW step over host memory on the host's threads. The caller has waited for the work that uses it, and
+    /// Starts an update of host memory on the host's threads. The caller has waited for the work that uses it, and
     /// waits for its end with [`finish_on_host`](Self::finish_on_host) before anything else does.
     fn update_on_host(&self, threads: &HostThreads, update: HostUpdate) -> Result<HostWork> {
         threads.update(self.info().id, update)
@@ -135,6 +141,17 @@ pub enum Backend {
     Cuda,
 }
 
+impl Backend {
+    /// Whether torch frees memory of this backend in the order of its streams. Where it does not, work on torch's memory
+    /// must have ended before a call returns.
+    pub fn is_stream_ordered(self) -> bool {
+        match self {
+            Self::Cpu => false,
+            Self::Cuda => true,
+        }
+    }
+}
+
 /// Memory figures of one moment, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Memory {
@@ -146,8 +163,6 @@ pub struct Memory {
     pub allocated_bytes: u64,
     /// Pinned through this [`Device`] and not released.
     pub pinned_bytes: u64,
-    /// The pinned budget, where one is set.
-    pub pinned_budget_bytes: Option<u64>,
 }
 
 /// Counts of resources made; never reset.

@@ -8,6 +8,7 @@ use crate::host::{HostThreads, HostUpdate, HostWork};
 use crate::kernel::Kernel;
 use crate::memory::{Buffer, Region, Slab, SlabLayout};
 use crate::stream::{Event, Stream};
+use crate::update::Rule;
 
 /// The calls that can be made to misbehave.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,9 +51,9 @@ pub enum Misbehaviour {
     Break,
 }
 
-struct Rule {
+struct Trigger {
     call: Call,
-    /// Matching calls still to pass before the rule strikes, once.
+    /// Matching calls still to pass before it strikes, once.
     after: u64,
     how: Misbehaviour,
 }
@@ -60,7 +61,7 @@ struct Rule {
 /// Wraps a device and misbehaves as told.
 pub struct Fault {
     inner: SharedDevice,
-    rules: Mutex<Vec<Rule>>,
+    triggers: Mutex<Vec<Trigger>>,
 }
 
 impl std::fmt::Debug for Fault {
@@ -70,31 +71,31 @@ impl std::fmt::Debug for Fault {
 }
 
 impl Fault {
-    /// Wraps a device; without rules it is that device.
+    /// Wraps a device; without triggers it is that device.
     pub fn wrap(inner: SharedDevice) -> Arc<Self> {
-        Arc::new(Self { inner, rules: Mutex::default() })
+        Arc::new(Self { inner, triggers: Mutex::default() })
     }
 
     /// The `nth` call of this kind from now, counted from 0, misbehaves, once.
     pub fn on(&self, call: Call, nth: u64, how: Misbehaviour) {
-        self.rules.lock().unwrap_or_else(PoisonError::into_inner).push(Rule { call, after: nth, how });
+        self.triggers.lock().unwrap_or_else(PoisonError::into_inner).push(Trigger { call, after: nth, how });
     }
 
-    /// Forgets rules that have not struck.
+    /// Forgets triggers that have not struck.
     pub fn clear(&self) {
-        self.rules.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        self.triggers.lock().unwrap_or_else(PoisonError::into_inner).clear();
     }
 
     fn strike(&self, call: Call) -> Option<Misbehaviour> {
-        let mut rules = self.rules.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut triggers = self.triggers.lock().unwrap_or_else(PoisonError::into_inner);
         let mut struck = None;
-        rules.retain_mut(|rule| match (rule.call == call, rule.after) {
+        triggers.retain_mut(|one| match (one.call == call, one.after) {
             (true, 0) => {
-                struck = struck.or(Some(rule.how));
+                struck = struck.or(Some(one.how));
                 false
             }
             (true, _) => {
-                rule.after -= 1;
+                one.after -= 1;
                 true
             }
             _ => true,
@@ -102,7 +103,7 @@ impl Fault {
         struck
     }
 
-    /// Applies a rule to a call that names a stream, or to one that does not.
+    /// Applies a trigger to a call that names a stream, or to one that does not.
     fn misbehave(&self, call: Call, stream: Option<&Stream>) -> Result<()> {
         let reason = || format!("injected into {call:?}");
         match (self.strike(call), stream) {
@@ -139,6 +140,9 @@ impl Device for Fault {
     }
     fn counters(&self) -> Counters {
         self.inner.counters()
+    }
+    fn load(&self, rule: &'static Rule) -> Result<()> {
+        self.inner.load(rule)
     }
     fn enter(&self) -> Result<Entered> {
         self.inner.enter()

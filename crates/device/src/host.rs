@@ -1,4 +1,4 @@
-//! The host's own threads: AdamW on host memory, next to whatever the device does.
+//! The host's own threads: updates of host memory, next to whatever the device does.
 //!
 //! A pool is made once and serves any number of devices' memory. Work is cut by bytes into shares of
 //! [`SHARE_ELEMENTS`] elements or more, whatever the tensors' sizes, and the threads take share after share, from one
@@ -12,12 +12,11 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
-use crate::arith::AdamWScalars;
-use crate::cpu::adamw::{Sweep, Unit};
+use crate::cpu::update::{Sweep, Unit};
 use crate::error::{Error, Result};
-use crate::kernel::AdamWSegment;
 use crate::memory::{DeviceId, Region, check_home, fresh_key};
 use crate::thread::Cores;
+use crate::update::{Rule, Scalars, Segment};
 
 /// Elements of the smallest share: small enough that the threads end together, large enough that taking one costs nothing.
 const SHARE_ELEMENTS: usize = 32 << 10;
@@ -59,13 +58,15 @@ impl HostOptions {
     }
 }
 
-/// One AdamW step over host memory, cut into segments; see [`crate::arith`] for the arithmetic.
+/// One update of host memory, cut into segments.
 #[derive(Debug, Clone)]
 pub struct HostUpdate {
+    /// The rule.
+    pub rule: &'static Rule,
     /// The parts of parameters to update, all of them on the host. No two may overlap.
-    pub segments: Vec<AdamWSegment>,
-    /// The hyper-parameter sets that the segments name.
-    pub scalars: Arc<[AdamWScalars]>,
+    pub segments: Vec<Segment>,
+    /// The sets of scalars that the segments name.
+    pub scalars: Arc<[Scalars]>,
     /// Every gradient is multiplied with this.
     pub grad_scale: f32,
     /// Whether masters follow weights that are not their rounding. Where not, weights with a master are written and
@@ -86,7 +87,7 @@ impl HostUpdate {
                     });
                 }
             }
-            segment.check(self.scalars.len())?;
+            segment.check(self.rule, self.scalars.len())?;
         }
         Ok(())
     }
@@ -94,7 +95,7 @@ impl HostUpdate {
     /// Every region the update touches, and whether it writes it.
     #[cfg(feature = "testing")]
     pub(crate) fn accesses(&self) -> Vec<(&Region, bool)> {
-        self.segments.iter().flat_map(AdamWSegment::operands).collect()
+        self.segments.iter().flat_map(Segment::operands).collect()
     }
 }
 
@@ -387,7 +388,7 @@ impl Task {
                     // size, and operands of one segment that overlap. Pieces are disjoint, each is taken once, and the
                     // job keeps the memory alive. Whoever touches it meanwhile breaks the contract of `Device` and
                     // gets unspecified numbers.
-                    unsafe { unit.sweep(segment, piece.range.clone(), how) };
+                    unsafe { unit.sweep(update.rule, segment, piece.range.clone(), how) };
                 }
             }
             Self::Touch { region } => {

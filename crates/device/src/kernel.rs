@@ -1,8 +1,8 @@
 //! The closed list of kernels, and the checks that their operands pass before any backend sees them.
 
-use crate::arith::AdamWScalars;
 use crate::error::{Error, Result};
 use crate::memory::{DeviceId, Place, Region, check_home};
+use crate::update::{Segment, Update};
 
 /// Element types of parameters and gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -65,8 +65,8 @@ pub enum Kernel<'a> {
         /// Where the count is added: 8 bytes.
         count: Region,
     },
-    /// One AdamW step over parts of parameters.
-    AdamW(AdamW<'a>),
+    /// Updates parts of parameters by a rule.
+    Update(Update<'a>),
     /// Copies pairs of regions on the device, first to second, in as few launches as they fit into: thousands of small
     /// copies at the speed of one. A pair is shorter than 4 GiB, and what one pair writes no other touches.
     CopyPairs {
@@ -82,96 +82,6 @@ pub enum Kernel<'a> {
     Trap,
 }
 
-/// One AdamW step over any number of segments; see [`crate::arith`] for the arithmetic.
-#[derive(Debug, Clone)]
-pub struct AdamW<'a> {
-    /// The parts of parameters to update. No two may overlap.
-    pub segments: &'a [AdamWSegment],
-    /// The hyper-parameter sets that the segments name.
-    pub scalars: &'a [AdamWScalars],
-    /// An f32 on the device that every gradient is multiplied with: a clip coefficient.
-    pub grad_scale: Option<Region>,
-    /// An f32 on the device; where it is not zero, nothing is changed: GradScaler's `found_inf`.
-    pub skip: Option<Region>,
-}
-
-/// A run of elements of one parameter, with the state that belongs to them.
-#[derive(Debug, Clone)]
-pub struct AdamWSegment {
-    /// The parameter's elements.
-    pub param: Region,
-    /// Their type.
-    pub param_dtype: Dtype,
-    /// The gradient's elements.
-    pub grad: Region,
-    /// Their type.
-    pub grad_dtype: Dtype,
-    /// First moment, f32.
-    pub exp_avg: Region,
-    /// Second moment, f32.
-    pub exp_avg_sq: Region,
-    /// Largest second moment so far, f32: amsgrad.
-    pub max_exp_avg_sq: Option<Region>,
-    /// Master weights, f32; where the parameter is not their rounding, they give way to it.
-    pub master: Option<Region>,
-    /// Which entry of [`AdamW::scalars`] applies.
-    pub scalars: u32,
-}
-
-impl AdamWSegment {
-    /// Number of elements.
-    pub fn elements(&self) -> u64 {
-        self.exp_avg.bytes() / 4
-    }
-
-    /// The f32 state of the segment, all of it written.
-    pub(crate) fn state(&self) -> impl Iterator<Item = &Region> {
-        [Some(&self.exp_avg), Some(&self.exp_avg_sq), self.max_exp_avg_sq.as_ref(), self.master.as_ref()]
-            .into_iter()
-            .flatten()
-    }
-
-    /// Everything it touches, and whether it is written.
-    pub(crate) fn operands(&self) -> impl Iterator<Item = (&Region, bool)> {
-        self.state().map(|region| (region, true)).chain([(&self.param, true), (&self.grad, false)])
-    }
-
-    pub(crate) fn check(&self, scalars: usize) -> Result<()> {
-        let refuse = |reason: String| Err(Error::BadOperands { operation: "adamw", reason });
-        let elements = self.elements();
-        if elements == 0 || elements > u64::from(u32::MAX) {
-            return refuse(format!("a segment of {elements} elements; it takes 1 to {}", u32::MAX));
-        }
-        for (what, region, width) in
-            [("param", &self.param, self.param_dtype.bytes()), ("grad", &self.grad, self.grad_dtype.bytes())]
-                .into_iter()
-                .chain(self.state().map(|region| ("state", region, 4)))
-        {
-            if region.bytes() != elements * width {
-                return refuse(format!(
-                    "{what} has {} bytes where {elements} elements need {}",
-                    region.bytes(),
-                    elements * width
-                ));
-            }
-            if !(region.addr() as u64).is_multiple_of(width) {
-                return refuse(format!("{what} at {:#x} is not aligned to its {width}-byte elements", region.addr()));
-            }
-        }
-        // Backends update in place and read ahead: an operand that aliases another would give results that depend on how.
-        let operands = || self.operands().map(|(region, _)| region);
-        for (i, a) in operands().enumerate() {
-            if let Some(b) = operands().skip(i + 1).find(|b| a.overlaps(b)) {
-                return refuse(format!("{a:?} overlaps {b:?}"));
-            }
-        }
-        if self.scalars as usize >= scalars {
-            return refuse(format!("scalar set {} of {scalars}", self.scalars));
-        }
-        Ok(())
-    }
-}
-
 impl Kernel<'_> {
     /// Its name in errors and traces.
     pub fn name(&self) -> &'static str {
@@ -180,7 +90,7 @@ impl Kernel<'_> {
             Self::Uniform { .. } => "uniform",
             Self::Powers { .. } => "powers",
             Self::CountDifferences { .. } => "count differences",
-            Self::AdamW(_) => "adamw",
+            Self::Update(update) => update.rule.name,
             Self::CopyPairs { .. } => "copy pairs",
             Self::Spin { .. } => "spin",
             Self::Trap => "trap",
@@ -205,9 +115,9 @@ impl Kernel<'_> {
             Self::CountDifferences { a, b, count } => [(a, false), (b, false), (count, true)]
                 .into_iter()
                 .try_for_each(|(region, writes)| visit(region, writes)),
-            Self::AdamW(step) => {
-                step.grad_scale.iter().chain(&step.skip).try_for_each(|region| visit(region, false))?;
-                let mut operands = step.segments.iter().flat_map(AdamWSegment::operands);
+            Self::Update(update) => {
+                update.grad_scale.iter().chain(&update.skip).try_for_each(|region| visit(region, false))?;
+                let mut operands = update.segments.iter().flat_map(Segment::operands);
                 operands.try_for_each(|(region, writes)| visit(region, writes))
             }
             Self::CopyPairs { pairs } => pairs.iter().try_for_each(|(from, to)| {
@@ -259,14 +169,14 @@ impl Kernel<'_> {
                 }
                 Ok(())
             }
-            Self::AdamW(step) => {
-                for flag in step.grad_scale.iter().chain(&step.skip) {
+            Self::Update(update) => {
+                for flag in update.grad_scale.iter().chain(&update.skip) {
                     words(flag, 4)?;
                     if flag.bytes() != 4 {
                         return refuse(format!("a scale or skip flag of {} bytes; it is one f32", flag.bytes()));
                     }
                 }
-                step.segments.iter().try_for_each(|segment| segment.check(step.scalars.len()))
+                update.segments.iter().try_for_each(|segment| segment.check(update.rule, update.scalars.len()))
             }
             Self::CopyPairs { pairs } => pairs.iter().try_for_each(|(from, to)| {
                 if from.bytes() != to.bytes() || from.bytes() > u64::from(u32::MAX) {
@@ -280,5 +190,37 @@ impl Kernel<'_> {
                 if from.overlaps(to) { refuse(format!("{from:?} overlaps {to:?}")) } else { Ok(()) }
             }),
         }
+    }
+}
+
+/// `beta^t`, correctly rounded but for rare ties.
+#[inline(always)]
+pub fn power_element(beta: f32, t: u64) -> f32 {
+    f64::from(beta).powf(t as f64) as f32
+}
+
+/// The value at `index` of the sequence `seed`, uniform in `low..high`.
+#[inline(always)]
+pub fn uniform_element(seed: u64, index: u64, low: f32, high: f32) -> f32 {
+    let mut z = seed.wrapping_add(index.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^= z >> 31;
+    // 24 bits: every value is exact in f32, and so is the product with a power of two.
+    let unit = (z >> 40) as f32 * (1.0 / 16_777_216.0);
+    unit.mul_add(high - low, low)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn uniform_stays_in_range_and_depends_on_seed_and_index() {
+        let values: Vec<f32> = (0..1000).map(|i| uniform_element(1, i, -2.0, 3.0)).collect();
+        assert!(values.iter().all(|v| (-2.0..3.0).contains(v)));
+        assert_ne!(values, (0..1000).map(|i| uniform_element(2, i, -2.0, 3.0)).collect::<Vec<_>>());
+        let mean = values.iter().sum::<f32>() / 1000.0;
+        assert!((mean - 0.5).abs() < 0.2, "{mean}");
     }
 }

@@ -1,17 +1,15 @@
-//! The books of one device: what was made, what is taken, what the budget allows.
+//! The counts of one device: resources made, and bytes in use.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use crate::device::Counters;
-use crate::error::{Error, Result};
 
-/// Shared by a device and everything it handed out; each entry is taken back by the drop of its [`Entry`].
+/// Shared by a device and everything it handed out; bytes are given back when their [`Charge`] is dropped.
 #[derive(Debug, Default)]
 pub(crate) struct Ledger {
     pub(crate) allocated_bytes: AtomicU64,
     pub(crate) pinned_bytes: AtomicU64,
-    pub(crate) pinned_budget_bytes: Option<u64>,
     allocations: AtomicU64,
     pins: AtomicU64,
     streams: AtomicU64,
@@ -19,8 +17,8 @@ pub(crate) struct Ledger {
 }
 
 impl Ledger {
-    pub(crate) fn new(pinned_budget_bytes: Option<u64>) -> Arc<Self> {
-        Arc::new(Self { pinned_budget_bytes, ..Self::default() })
+    pub(crate) fn new() -> Arc<Self> {
+        Arc::default()
     }
 
     pub(crate) fn counters(&self) -> Counters {
@@ -32,7 +30,7 @@ impl Ledger {
         }
     }
 
-    // Counted when made, not when the bytes are taken: what fails in between was never made.
+    // Counted after the resource exists: an attempt that fails made nothing.
     pub(crate) fn count_allocation(&self) {
         self.allocations.fetch_add(1, Relaxed);
     }
@@ -49,52 +47,40 @@ impl Ledger {
         self.events.fetch_add(1, Relaxed);
     }
 
-    /// Takes pinned bytes out of the budget, or says what is left of it.
-    pub(crate) fn pin(self: &Arc<Self>, bytes: u64) -> Result<Entry> {
-        let limit = self.pinned_budget_bytes.unwrap_or(u64::MAX);
-        self.take(Book::Pinned, bytes, limit).map_err(|available_bytes| Error::OutOfPinnedBudget {
-            requested_bytes: bytes,
-            available_bytes,
-            budget_bytes: limit,
-        })
+    /// Counts pinned bytes until the charge is dropped.
+    pub(crate) fn pin(self: &Arc<Self>, bytes: u64) -> Charge {
+        self.pinned_bytes.fetch_add(bytes, Relaxed);
+        Charge { ledger: self.clone(), what: Counted::Pinned, bytes }
     }
 
-    /// Takes device bytes out of a capacity; on failure says what is left of it.
-    pub(crate) fn allocate(self: &Arc<Self>, bytes: u64, capacity_bytes: u64) -> std::result::Result<Entry, u64> {
-        self.take(Book::Allocated, bytes, capacity_bytes)
-    }
-
-    fn take(self: &Arc<Self>, book: Book, bytes: u64, limit: u64) -> std::result::Result<Entry, u64> {
-        let total = match book {
-            Book::Allocated => &self.allocated_bytes,
-            Book::Pinned => &self.pinned_bytes,
-        };
-        total
-            .fetch_update(Relaxed, Relaxed, |taken| taken.checked_add(bytes).filter(|&sum| sum <= limit))
-            .map_err(|taken| limit.saturating_sub(taken))?;
-        Ok(Entry { ledger: self.clone(), book, bytes })
+    /// Counts device bytes against a capacity; on failure returns how many bytes are left of it.
+    pub(crate) fn allocate(self: &Arc<Self>, bytes: u64, capacity_bytes: u64) -> std::result::Result<Charge, u64> {
+        self.allocated_bytes
+            .fetch_update(Relaxed, Relaxed, |taken| taken.checked_add(bytes).filter(|&sum| sum <= capacity_bytes))
+            .map_err(|taken| capacity_bytes.saturating_sub(taken))?;
+        Ok(Charge { ledger: self.clone(), what: Counted::Allocated, bytes })
     }
 }
 
 #[derive(Debug, Clone, Copy)]
-enum Book {
+enum Counted {
     Allocated,
     Pinned,
 }
 
-/// Bytes that are taken until this goes.
+/// Bytes in use until this is dropped.
 #[derive(Debug)]
-pub(crate) struct Entry {
+pub(crate) struct Charge {
     ledger: Arc<Ledger>,
-    book: Book,
+    what: Counted,
     bytes: u64,
 }
 
-impl Drop for Entry {
+impl Drop for Charge {
     fn drop(&mut self) {
-        let total = match self.book {
-            Book::Allocated => &self.ledger.allocated_bytes,
-            Book::Pinned => &self.ledger.pinned_bytes,
+        let total = match self.what {
+            Counted::Allocated => &self.ledger.allocated_bytes,
+            Counted::Pinned => &self.ledger.pinned_bytes,
         };
         total.fetch_sub(self.bytes, Relaxed);
     }

@@ -28,7 +28,6 @@
 //! # Ok::<(), forebay_device::Error>(())
 //! ```
 
-pub mod arith;
 #[cfg(feature = "testing")]
 pub mod checked;
 #[allow(unsafe_code, reason = "device memory of this backend is raw host memory")]
@@ -48,11 +47,15 @@ mod ledger;
 mod memory;
 #[allow(unsafe_code, reason = "mappings are made by system calls")]
 mod pinned;
+#[allow(unsafe_code, reason = "a registry that lives for ever is reached by address")]
+mod registry;
 mod stream;
+#[cfg(feature = "testing")]
+pub mod testing;
 #[allow(unsafe_code, reason = "cores and rounding are the system's and the processor's")]
 mod thread;
-
-use std::sync::Arc;
+#[allow(unsafe_code, reason = "vector instructions are for CPUs that have them")]
+pub mod update;
 
 #[cfg(feature = "testing")]
 pub use checked::Checked;
@@ -63,24 +66,23 @@ pub use error::{Error, Result};
 #[cfg(feature = "testing")]
 pub use fault::Fault;
 pub use host::{HostOptions, HostThreads, HostUpdate, HostWork, host_cores};
-pub use kernel::{AdamW, AdamWSegment, Dtype, Kernel};
+pub use kernel::{Dtype, Kernel};
 pub use memory::{ALIGN_BYTES, Buffer, DeviceId, PIECE_BYTES, Place, Region, Slab, SlabLayout};
 pub use pinned::{HostMemory, PinStats};
 pub use stream::{Event, Stream};
 pub use thread::Cores;
+pub use update::{Column, Moment, Rule, Scalars, Segment, Update};
 
-/// Opens a device by name: `cpu`, `cuda` or `cuda:N`.
+/// The device of this name: `cpu`, `cuda` or `cuda:N`. Opened once in a process and shared by all who ask for it; see
+/// [`CpuDevice::open`] and [`CudaDevice::open`] for one of your own.
 pub fn open(name: &str) -> Result<SharedDevice> {
-    open_with_budget(name, None)
-}
-
-/// Opens a device by name with a limit on what may be pinned at once.
-pub fn open_with_budget(name: &str, pinned_budget_bytes: Option<u64>) -> Result<SharedDevice> {
-    let cuda = |ordinal| -> Result<SharedDevice> {
-        Ok(CudaDevice::open(CudaOptions { ordinal, pinned_budget_bytes, ptx: None })?)
+    let cuda = |ordinal| {
+        registry::shared(&format!("cuda:{ordinal}"), || {
+            Ok(CudaDevice::open(CudaOptions { ordinal, ..CudaOptions::default() })?)
+        })
     };
     match name.split_once(':') {
-        None if name == "cpu" => Ok(CpuDevice::open(CpuOptions { pinned_budget_bytes, ..CpuOptions::default() })?),
+        None if name == "cpu" => registry::shared(name, || Ok(CpuDevice::open(CpuOptions::default())?)),
         None if name == "cuda" => cuda(0),
         Some(("cuda", ordinal)) if ordinal.bytes().all(|b| b.is_ascii_digit()) && ordinal.len() < 4 => {
             cuda(ordinal.parse().map_err(|_| unknown(name))?)
@@ -116,10 +118,10 @@ pub fn backends() -> Vec<BackendStatus> {
     ]
 }
 
-/// The first GPU, or the CPU backend where there is none that works.
-pub fn open_default(pinned_budget_bytes: Option<u64>) -> Result<Arc<dyn Device>> {
+/// The first GPU, or the CPU backend where no GPU works.
+pub fn open_default() -> Result<SharedDevice> {
     match cuda::device_count() {
-        Ok(count) if count > 0 => open_with_budget("cuda:0", pinned_budget_bytes),
-        _ => open_with_budget("cpu", pinned_budget_bytes),
+        Ok(count) if count > 0 => open("cuda:0"),
+        _ => open("cpu"),
     }
 }

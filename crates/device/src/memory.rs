@@ -86,7 +86,7 @@ impl Buffer {
         self
     }
 
-    /// Names memory that somebody else allocated, such as a torch tensor's.
+    /// Names memory that other code allocated, such as a torch tensor's.
     ///
     /// # Safety
     /// For as long as any clone of the buffer lives and until all work that was submitted with it has ended,
@@ -106,7 +106,7 @@ impl Buffer {
         Ok(Self::new(addr, bytes, place, Some(device), owner))
     }
 
-    /// Names host memory that somebody else allocated and that no device is asked to reach: for files.
+    /// Names host memory that other code allocated and that no device is asked to reach: for files.
     ///
     /// # Safety
     /// For as long as any clone of the buffer lives, `addr..addr + bytes` must be readable and writable memory of this
@@ -148,6 +148,12 @@ impl Buffer {
     #[cfg(feature = "testing")]
     pub(crate) fn key(&self) -> u64 {
         self.key
+    }
+
+    /// What keeps the memory alive, without keeping it alive.
+    #[cfg(feature = "testing")]
+    pub(crate) fn weak_owner(&self) -> std::sync::Weak<dyn Any + Send + Sync> {
+        Arc::downgrade(&self.owner)
     }
 
     /// All of it.

@@ -7,7 +7,7 @@
 //!
 //! [Note: huge pages are probed] Transparent huge pages speed faulting and registering up on some machines and slow
 //! them down on others. The first [`PROBE_BYTES`] of a large slab are faulted in with them, the next without, and the
-//! faster way is used for the rest. The probe faults memory that is wanted anyway, so it costs next to nothing.
+//! faster way is used for the rest. The probe faults memory that is needed anyway, so it costs next to nothing.
 
 use std::time::Instant;
 
@@ -146,7 +146,7 @@ impl HostMapping {
 
 impl Drop for HostMapping {
     fn drop(&mut self) {
-        // A forked child never had the mapping (DONTFORK); something else may live at that address there.
+        // The mapping is not in a forked child (DONTFORK); something else may live at that address there.
         if self.pid == std::process::id() {
             unmap(self.addr, self.bytes as usize);
         }
@@ -202,7 +202,7 @@ fn refuse_more_than_memory(bytes: u64) -> Result<()> {
 pub struct HostMemory {
     /// Bytes in all.
     pub total_bytes: u64,
-    /// Bytes that can still be had without swapping.
+    /// Bytes that are available without swapping.
     pub available_bytes: u64,
 }
 

@@ -1,4 +1,4 @@
-//! Threads of forebay's own: on the cores of the process and with IEEE arithmetic, whoever starts them.
+//! Worker threads: on the cores of the process and with IEEE arithmetic, whichever thread starts them.
 //!
 //! A thread inherits its cores and how it rounds from the one that starts it, and that one is the user's.
 //! `torch.set_flush_denormal(True)` makes it lose small numbers; an update would then depend on when its threads were
@@ -6,7 +6,7 @@
 //!
 //! [Note: bound by OpenMP] With `OMP_PROC_BIND`, `OMP_PLACES` or the like in the environment, OpenMP's library binds the
 //! thread that loads it to the first of its places, and its own threads to the others. The places were cut out of what
-//! the process was given when it was started, and the library tells them. So where the calling thread's cores lie within
+//! the process was given when it was started, and the library reports them. So where the calling thread's cores lie within
 //! one place, all places are taken. Cores that were chosen in any other way (`taskset`, a launcher, a call) are kept to.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
@@ -22,7 +22,7 @@ pub struct Cores {
 }
 
 impl Cores {
-    /// Those that are the process's, as far as the calling thread can tell.
+    /// The process's cores, as far as the calling thread can see.
     pub fn here() -> Self {
         let Some(own) = own_set() else { return Self { set: None } };
         let places = openmp_places();
@@ -62,7 +62,7 @@ impl Cores {
         Builder::new().name(name.to_owned()).spawn_scoped(scope, begin).map_err(refused)
     }
 
-    /// Makes a fresh thread what a thread of forebay's is.
+    /// Sets the cores and the rounding of a fresh worker thread.
     fn settle_in(&self) {
         round_as_written();
         if let Some(set) = &self.set {
@@ -136,7 +136,7 @@ fn openmp_libraries() -> Vec<CString> {
         0
     }
     let mut found: Vec<CString> = Vec::new();
-    // SAFETY: the callback is called during this call only, with the vector, which nobody else uses meanwhile.
+    // SAFETY: the callback is called during this call only, with the vector, which nothing else uses meanwhile.
     unsafe { libc::dl_iterate_phdr(Some(visit), (&raw mut found).cast()) };
     found
 }
@@ -196,7 +196,7 @@ impl OpenMp {
 
 impl Drop for OpenMp {
     fn drop(&mut self) {
-        // SAFETY: the handle from `find`, once; whoever loaded the library keeps it.
+        // SAFETY: the handle from `find`, once; the library stays loaded for those who loaded it.
         unsafe { libc::dlclose(self.library) };
     }
 }

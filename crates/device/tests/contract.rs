@@ -8,15 +8,12 @@
 //! What must be ordered is proved with delayed streams: the producer is held up by a spin kernel, so that a consumer
 //! that does not wait reads old bytes. Times are bounded from below only, and only where a duration is the contract.
 
-#![allow(clippy::print_stderr, reason = "a skipped backend must be seen by whoever reads the log")]
+#![allow(clippy::print_stderr, reason = "a skipped test must be visible in the log")]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-#[macro_use]
 #[path = "contract/bench.rs"]
 mod bench;
 
-#[path = "contract/adamw.rs"]
-mod adamw;
 #[path = "contract/checker.rs"]
 mod checker;
 #[path = "contract/copies.rs"]
@@ -43,3 +40,7 @@ mod pairs;
 mod segments;
 #[path = "contract/slab.rs"]
 mod slab;
+#[path = "contract/update.rs"]
+mod update;
+#[path = "contract/written.rs"]
+mod written;

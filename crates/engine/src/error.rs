@@ -41,6 +41,12 @@ pub enum Error {
         /// The system's description.
         text: String,
     },
+    /// State that a load or a step left half written.
+    #[error("the optimizer cannot be stepped: {reason}; load a checkpoint that is whole, and the model's with it")]
+    Distrusted {
+        /// What broke off, and with what.
+        reason: String,
+    },
     /// Tensors that are not the ones that were planned for.
     #[error("{tensor} does not fit the plan: {reason}")]
     PlanMismatch {
@@ -49,4 +55,11 @@ pub enum Error {
         /// Expected and found, with the numbers.
         reason: String,
     },
+}
+
+impl Error {
+    /// What the system said when it refused a file or a folder.
+    pub(crate) fn file(action: &'static str, path: &std::path::Path, error: &std::io::Error) -> Self {
+        Self::File { action, path: path.display().to_string(), errno: error.raw_os_error(), text: error.to_string() }
+    }
 }

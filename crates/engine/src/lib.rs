@@ -3,14 +3,14 @@
 //! Read the modules downwards and you read the data flow:
 //!
 //! - [`plan`] decides which bytes travel in which chunk; pure, printable, serialisable.
-//! - [`pool`] pins slabs and allocates rings: once, exact, counted.
-//! - [`pipeline`] moves chunks through the ring: fetch, update, store.
-//! - [`step`] is the streamed AdamW step on top of it; its inner loop is [`step::StreamedAdamW::step`].
+//! - [`memory`] pins slabs and allocates rings: once, exact, counted.
+//! - [`flow`] moves chunks through the ring: fetch, update, store.
+//! - [`optimizer`] owns an optimizer's state and updates it at every placement; its inner loop is in `streamed.rs`.
 //! - [`checkpoint`] writes state to files from where it lies and reads it back into place.
+//! - [`snapshot`] keeps the state of one moment for a save while steps go on.
 //! - [`sleep`] puts whole storages into slabs and brings them back.
 //! - [`activations`] moves saved tensors out under the forward pass and back under the backward pass.
 //! - [`trace`] says what happened when.
-//! - [`measure`] finds out what the machine can do, and how much of it the step uses.
 //!
 //! # Refusals
 //! No `unsafe`: it lives in `forebay-device`. No Python and no terminal: those are crates of their own. No collectives:
@@ -20,12 +20,12 @@
 pub mod activations;
 pub mod checkpoint;
 pub mod error;
-pub mod measure;
-pub mod pipeline;
+pub mod flow;
+pub mod memory;
+pub mod optimizer;
 pub mod plan;
-pub mod pool;
 pub mod sleep;
-pub mod step;
+pub mod snapshot;
 mod sync;
 pub mod trace;
 

@@ -5,21 +5,20 @@
 //! fetched into too early, is then overwritten, which shows in the bits; on the checked devices it is found from the
 //! order of submission.
 
-#[macro_use]
 mod common;
 
 use std::collections::HashMap;
 
-use common::{Subject, device_error};
+use common::{Subject, cases, device_error};
 use forebay::Error;
-use forebay::activations::{Compute, EntryId, Key, Offload, OffloadOptions, Place, Route, SaveId, SaveOutcome};
+use forebay::activations::{Compute, EntryId, Key, Location, Offload, OffloadOptions, Route, SaveId, SaveOutcome};
 use forebay::device::fault::{Call, Misbehaviour};
 use forebay::device::{Buffer, Kernel, Region, Stream};
-use forebay::pool::Pool;
+use forebay::memory::{Allocator, PinnedBudget};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
-on_devices! {
+forebay_device::on_devices! {
     every:
         any_order_of_use_gives_the_right_bytes,
         any_routes_give_the_right_bytes,
@@ -91,8 +90,12 @@ struct Model<'a> {
 
 impl<'a> Model<'a> {
     fn new(on: &'a Subject, options: OffloadOptions) -> Self {
-        let pool = Pool::new(on.device.clone());
-        let offload = Offload::new(pool, options).unwrap();
+        Self::within(on, options, None)
+    }
+
+    fn within(on: &'a Subject, options: OffloadOptions, budget_bytes: Option<u64>) -> Self {
+        let allocator = Allocator::within(on.device.clone(), PinnedBudget::new(budget_bytes));
+        let offload = Offload::new(allocator, options).unwrap();
         let stream = on.stream("computation").unwrap();
         let differences = on.upload(&[0; 8]).all();
         Self {
@@ -109,7 +112,7 @@ impl<'a> Model<'a> {
     }
 
     fn full(on: &'a Subject, window: u64) -> Self {
-        Self::new(on, OffloadOptions { fraction: Some(1.0), max_in_flight_bytes: Some(window), ..Default::default() })
+        Self::new(on, OffloadOptions { fraction: Some(1.0), max_in_flight_bytes: Some(window) })
     }
 
     fn fill(&self, dst: &Region, byte: u8) {
@@ -164,14 +167,14 @@ impl<'a> Model<'a> {
     fn load(&mut self, tensor: Tensor) -> forebay::Result<()> {
         let opened = self.offload.open(tensor.save, &self.compute)?;
         assert_eq!(opened.entry, tensor.entry);
-        let now = (opened.place == Place::Host).then_some(opened.entry);
+        let now = (opened.location == Location::Host).then_some(opened.entry);
         for entry in now.into_iter().chain(opened.ahead) {
             let memory = self.arena.take(self.offload.entry_bytes(entry));
             self.held.insert(entry, memory.clone());
             self.fetched += memory.bytes();
             self.offload.fetch(entry, memory, entry == opened.entry, &self.compute)?;
         }
-        let stays = matches!(opened.place, Place::Kept | Place::Leaving);
+        let stays = matches!(opened.location, Location::Kept | Location::Leaving);
         if !stays {
             self.offload.ready(opened.entry, &self.compute)?;
         }
@@ -184,7 +187,7 @@ impl<'a> Model<'a> {
         if !stays && !opened.hold {
             let memory = self.held.remove(&opened.entry).unwrap();
             self.arena.give(&memory);
-            self.offload.let_go(opened.entry)?;
+            self.offload.free_fetched(opened.entry)?;
         }
         Ok(())
     }
@@ -257,11 +260,7 @@ impl Dice {
 }
 
 fn run_program(on: &Subject, program: &Program) -> u64 {
-    let options = OffloadOptions {
-        fraction: Some(program.fraction),
-        max_in_flight_bytes: Some(program.window),
-        ..Default::default()
-    };
+    let options = OffloadOptions { fraction: Some(program.fraction), max_in_flight_bytes: Some(program.window) };
     let mut model = Model::new(on, options);
     for &nth in &program.late {
         on.fault.on(Call::Copy, nth, Misbehaviour::Late { ns: 2_000_000 });
@@ -322,7 +321,7 @@ fn run_program(on: &Subject, program: &Program) -> u64 {
 }
 
 fn any_order_of_use_gives_the_right_bytes(on: &Subject) {
-    let cases = 30;
+    let cases = cases(30);
     let mut runner = TestRunner::new(Config { cases, failure_persistence: None, ..Config::default() });
     runner
         .run(&programs(), |program| {
@@ -342,13 +341,13 @@ fn run_routed(on: &Subject, layers: &Routed) -> u64 {
         for (i, tensors) in layers.iter().enumerate() {
             model.offload.enter(i as u32, &model.compute).unwrap();
             let mut own = Vec::new();
-            for (t, &(words, leaves, let_go, fetch)) in tensors.iter().enumerate() {
-                let route = Route { leaves, let_go_at: i as u32 + 1 + let_go, fetch_at: i as u32 + fetch };
+            for (t, &(words, leaves, free, fetch)) in tensors.iter().enumerate() {
+                let route = Route { leaves, free_at: i as u32 + 1 + free, fetch_at: i as u32 + fetch };
                 let value = 1 + pass * 100 + (i * 7 + t) as u8;
                 own.push(model.save_by(words * WORD, value, true, Some(route)).unwrap());
             }
             model.offload.leave(&model.compute).unwrap();
-            let dropped = model.offload.let_go_before(i as u32 + 1).unwrap();
+            let dropped = model.offload.free_before(i as u32 + 1).unwrap();
             model.drop_sources(dropped);
             model.scribble();
             saved.push(own);
@@ -368,7 +367,7 @@ fn run_routed(on: &Subject, layers: &Routed) -> u64 {
 fn any_routes_give_the_right_bytes(on: &Subject) {
     let tensor = (1u64..300, prop::bool::weighted(0.7), 0u32..4, 0u32..4);
     let layers = prop::collection::vec(prop::collection::vec(tensor, 0..5), 1..6);
-    let mut runner = TestRunner::new(Config { cases: 24, failure_persistence: None, ..Config::default() });
+    let mut runner = TestRunner::new(Config { cases: cases(24), failure_persistence: None, ..Config::default() });
     runner
         .run(&layers, |layers| {
             prop_assert_eq!(run_routed(&on.another(), &layers), 0, "words differ");
@@ -500,9 +499,8 @@ fn what_is_never_used_gives_everything_back(on: &Subject) {
 }
 
 fn no_pinned_memory_keeps_the_tensor(on: &Subject) {
-    let options =
-        OffloadOptions { fraction: Some(1.0), max_in_flight_bytes: Some(1), pinned_budget_bytes: Some(10_000) };
-    let mut model = Model::new(on, options);
+    let options = OffloadOptions { fraction: Some(1.0), max_in_flight_bytes: Some(1) };
+    let mut model = Model::within(on, options, Some(10_000));
     let first = model.save(8192, 1, true).unwrap();
     let memory = model.arena.take(8192);
     model.fill(&memory, 2);

@@ -1,7 +1,6 @@
 //! Checkpoints over the engine's own interface: memory of the host and of a device into files and back, failures of the
 //! device, files of every layout, and boxes of a tensor written in one tiling and read in another.
 
-#[macro_use]
 mod common;
 
 use std::collections::BTreeMap;
@@ -9,22 +8,27 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use common::{Subject, device_error};
+use common::{Subject, cases, device_error};
 use forebay::Error;
 use forebay::checkpoint::{
-    BLOCK_BYTES, Checkpoint, Chunk, Entry, Extent, Manifest, Request, Saving, Tensor, WriteOptions, complete,
-    element_bytes, from_safetensors, latest, prune, summarise, to_safetensors, verify, write_files,
+    BLOCK_BYTES, Checkpoint, FileEntry, HostCopies, Manifest, Request, Saving, StoredChunk, Tensor, TensorBox,
+    WriteOptions, complete, element_bytes, from_safetensors, latest, prune, summarise, to_safetensors, verify,
+    write_files,
 };
 use forebay::device::fault::{Call, Misbehaviour};
 use forebay::device::{Buffer, Region, file};
 use proptest::prelude::*;
 
-on_devices! {
+forebay_device::on_devices! {
     every:
         memory_of_the_device_comes_through_the_staging_block,
         a_save_waits_for_the_work_before_it,
         a_failing_copy_leaves_no_complete_checkpoint,
-        a_refused_staging_block_leaves_no_complete_checkpoint;
+        a_refused_staging_block_leaves_no_complete_checkpoint,
+        copies_have_the_bytes_and_their_memory_is_used_again,
+        copies_wait_for_the_work_before_them,
+        copies_that_fail_leave_nothing_in_flight,
+        copies_can_be_made_after_every_failure;
     alone:
         a_stream_that_dies_in_the_middle_is_an_error;
 }
@@ -75,12 +79,12 @@ fn bytes_of(region: &Region) -> Vec<u8> {
     bytes
 }
 
-fn entry(name: &str, dtype: &str, shape: &[u64], data: Option<Region>) -> Entry {
-    Entry { name: name.into(), dtype: dtype.into(), shape: shape.into(), data }
+fn entry(name: &str, dtype: &str, shape: &[u64], data: Option<Region>) -> FileEntry {
+    FileEntry { name: name.into(), dtype: dtype.into(), shape: shape.into(), data }
 }
 
 /// Writes whole tensors as one checkpoint.
-fn save(path: &Path, entries: &[Entry], options: &WriteOptions) -> forebay::Result<PathBuf> {
+fn save(path: &Path, entries: &[FileEntry], options: &WriteOptions) -> forebay::Result<PathBuf> {
     save_boxes(path, entries, &vec![None; entries.len()], options)
 }
 
@@ -90,7 +94,7 @@ type Named = (String, Vec<u64>, Vec<u64>);
 /// The same with boxes: a tensor's shape and where an entry starts in it.
 fn save_boxes(
     path: &Path,
-    entries: &[Entry],
+    entries: &[FileEntry],
     boxes: &[Option<Named>],
     options: &WriteOptions,
 ) -> forebay::Result<PathBuf> {
@@ -99,12 +103,12 @@ fn save_boxes(
     let mut tensors: BTreeMap<String, Tensor> = BTreeMap::new();
     for (number, file) in written.iter().enumerate() {
         for &(index, begin, end) in &file.entries {
-            let Entry { name, dtype, shape, .. } = &entries[index];
+            let FileEntry { name, dtype, shape, .. } = &entries[index];
             let whole = (name.clone(), shape.clone(), vec![0; shape.len()]);
             let (name, full, offsets) = boxes[index].clone().unwrap_or(whole);
-            let extent = Extent { offsets, shape: shape.clone() };
+            let extent = TensorBox { offsets, shape: shape.clone() };
             let tensor = Tensor { dtype: dtype.clone(), shape: full, chunks: Vec::new() };
-            tensors.entry(name).or_insert(tensor).chunks.push(Chunk { extent, file: number, begin, end });
+            tensors.entry(name).or_insert(tensor).chunks.push(StoredChunk { extent, file: number, begin, end });
         }
     }
     let files = written.into_iter().map(|file| file.record).collect();
@@ -117,7 +121,7 @@ fn save_boxes(
 #[test]
 fn past_the_cache_the_files_are_the_same() {
     const PIECE: usize = 1 << 20;
-    let whole = |sizes: &[usize]| -> Vec<Entry> {
+    let whole = |sizes: &[usize]| -> Vec<FileEntry> {
         // Long names, for a long header.
         let of = |(i, &size): (usize, &usize)| {
             entry(
@@ -159,7 +163,7 @@ fn load(checkpoint: &Checkpoint, name: &str, threads: usize) -> forebay::Result<
     let into = Buffer::pageable(tensor.bytes().max(1)).unwrap();
     let requests: Vec<Request> = (0..tensor.chunks.len())
         .map(|chunk| {
-            let part = Extent::whole(&tensor.chunks[chunk].extent.shape);
+            let part = TensorBox::whole(&tensor.chunks[chunk].extent.shape);
             let strides = strides(&tensor.shape);
             let at = &tensor.chunks[chunk].extent.offsets;
             request(name, chunk, part, &into, (at, &strides), element_bytes(&tensor.dtype).unwrap())
@@ -182,7 +186,7 @@ fn strides(shape: &[u64]) -> Vec<u64> {
 fn request(
     tensor: &str,
     chunk: usize,
-    part: Extent,
+    part: TensorBox,
     into: &Buffer,
     (at, strides): (&[u64], &[u64]),
     width: u64,
@@ -211,7 +215,7 @@ fn several_files_hold_everything_once() {
     let sizes: [usize; 9] = [30_000, 4096, 4095, 4097, 1, 0, 9000, 9000, 12_345];
     let data: Vec<Vec<u8>> = sizes.iter().enumerate().map(|(i, &size)| pattern(size, i as u64)).collect();
     let names: Vec<String> = (0..sizes.len()).map(|i| format!("t{i}")).collect();
-    let entries: Vec<Entry> = (0..sizes.len())
+    let entries: Vec<FileEntry> = (0..sizes.len())
         .map(|i| entry(&names[i], "U8", &[sizes[i] as u64], (sizes[i] > 0).then(|| host(&data[i]))))
         .collect();
     for (number, threads) in [(1, 1), (2, 2), (3, 4), (4, 16)] {
@@ -251,7 +255,7 @@ fn elements_are_aligned_and_blocks_are_whole_pages() {
 #[test]
 fn what_is_no_tensor_of_its_type_is_not_written() {
     let path = Folder::new();
-    let refused = |entries: &[Entry], reason: &str| match save(&path, entries, &small()) {
+    let refused = |entries: &[FileEntry], reason: &str| match save(&path, entries, &small()) {
         Err(Error::Checkpoint { reason: found, .. }) => assert!(found.contains(reason), "{found}"),
         other => panic!("{other:?}"),
     };
@@ -265,7 +269,7 @@ fn what_is_no_tensor_of_its_type_is_not_written() {
 
 // Folders.
 
-fn one(byte: u8) -> [Entry; 1] {
+fn one(byte: u8) -> [FileEntry; 1] {
     [entry("w", "U8", &[100], Some(host(&[byte; 100])))]
 }
 
@@ -349,6 +353,29 @@ fn one_plain_file_and_back() {
     assert_eq!(summarise(&checkpoint).unwrap().tensors[0].shards, 1);
 }
 
+/// Bytes that this thread has read from files.
+fn bytes_read() -> u64 {
+    let counters = fs::read_to_string("/proc/thread-self/io").unwrap();
+    counters.lines().find_map(|line| line.strip_prefix("rchar: ")).unwrap().parse().unwrap()
+}
+
+#[test]
+fn a_plain_files_header_is_read_once() {
+    let path = Folder::new();
+    let name = |i: usize| format!("{i:04}{}", "x".repeat(2000));
+    let entries: Vec<FileEntry> = (0..2000).map(|i| entry(&name(i), "U8", &[1], Some(host(&[i as u8])))).collect();
+    save(&path, &entries, &small()).unwrap();
+    let plain = path.join("plain.safetensors");
+    to_safetensors(&Checkpoint::open(&path).unwrap(), &plain, &AtomicU64::new(0)).unwrap();
+    let bytes = fs::metadata(&plain).unwrap().len();
+    let header = bytes - 2000;
+    let before = bytes_read();
+    from_safetensors(&plain, &path.join("back"), &AtomicU64::new(0)).unwrap();
+    let read = bytes_read() - before;
+    // Once for what it says, and once as a part of the file that is copied.
+    assert!((header + bytes..header + bytes + 10_000).contains(&read), "{read} bytes for {header} and {bytes}");
+}
+
 // Damage.
 
 #[test]
@@ -389,7 +416,7 @@ fn a_part_is_not_handed_out_from_a_damaged_block() {
     fs::write(&file, bytes).unwrap();
     let into = Buffer::pageable(10).unwrap();
     file::fill(&into.all(), &[7; 10]).unwrap();
-    let part = Extent { offsets: vec![100], shape: vec![10] };
+    let part = TensorBox { offsets: vec![100], shape: vec![10] };
     let wanted = request("w", 0, part, &into, (&[0], &[1]), 1);
     Checkpoint::open(&path).unwrap().read(&[wanted], 1, &AtomicU64::new(0)).unwrap_err();
     assert_eq!(bytes_of(&into.all()), [7; 10]);
@@ -403,13 +430,13 @@ fn requests_that_do_not_fit_are_refused_before_anything_is_written() {
     let checkpoint = Checkpoint::open(&path).unwrap();
     let into = Buffer::pageable(60).unwrap();
     file::fill(&into.all(), &[7; 60]).unwrap();
-    let good = request("w", 0, Extent::whole(&[6, 10]), &into, (&[0, 0], &[10, 1]), 1);
+    let good = request("w", 0, TensorBox::whole(&[6, 10]), &into, (&[0, 0], &[10, 1]), 1);
     let bad = [
         Request { tensor: "v".into(), ..good.clone() },
         Request { chunk: 1, ..good.clone() },
-        Request { part: Extent { offsets: vec![1, 0], shape: vec![6, 10] }, ..good.clone() },
-        Request { part: Extent { offsets: vec![u64::MAX, 0], shape: vec![6, 10] }, ..good.clone() },
-        Request { part: Extent::whole(&[6]), ..good.clone() },
+        Request { part: TensorBox { offsets: vec![1, 0], shape: vec![6, 10] }, ..good.clone() },
+        Request { part: TensorBox { offsets: vec![u64::MAX, 0], shape: vec![6, 10] }, ..good.clone() },
+        Request { part: TensorBox::whole(&[6]), ..good.clone() },
         Request { strides: vec![10], ..good.clone() },
         Request { strides: vec![11, 1], ..good.clone() },
         Request { strides: vec![u64::MAX, 1], ..good.clone() },
@@ -432,7 +459,7 @@ fn on_device(on: &Subject) -> WriteOptions {
 }
 
 /// Entries on the device and on the host in turn, some longer than a block.
-fn mixed(on: &Subject) -> (Vec<Vec<u8>>, Vec<Entry>) {
+fn mixed(on: &Subject) -> (Vec<Vec<u8>>, Vec<FileEntry>) {
     let data: Vec<Vec<u8>> = [9000, 100, 4096, 12_289, 1].iter().map(|&size| pattern(size, size as u64)).collect();
     let entries = data.iter().enumerate().map(|(i, data)| {
         let memory = if i % 2 == 0 { on.upload(data).into_region() } else { host(data) };
@@ -518,11 +545,91 @@ fn a_stream_that_dies_in_the_middle_is_an_error(on: &Subject) {
     assert!(latest(&path).is_err());
 }
 
+// Copies of device memory.
+
+fn uploaded(on: &Subject, sizes: &[usize], seed: u64) -> (Vec<Vec<u8>>, Vec<Region>) {
+    let data: Vec<Vec<u8>> = sizes.iter().map(|&size| pattern(size, seed + size as u64)).collect();
+    let regions = data.iter().map(|data| match data.len() {
+        0 => on.upload(&[0]).region(0, 0).unwrap(),
+        _ => on.upload(data).into_region(),
+    });
+    let regions = regions.collect();
+    (data, regions)
+}
+
+fn copies_have_the_bytes_and_their_memory_is_used_again(on: &Subject) {
+    const SIZES: [usize; 6] = [9000, 0, 100, 4096, 12_289, 1];
+    let on = &on.another();
+    let copies = HostCopies::new(on.device.clone());
+    assert_eq!(copies.bytes(), 0);
+    let stream = on.stream("training").unwrap();
+    let mut places = Vec::new();
+    for seed in 0..3 {
+        let (data, regions) = uploaded(on, &SIZES, seed);
+        let found = copies.fill(&regions, Some(&stream)).unwrap();
+        assert_eq!(found.iter().map(bytes_of).collect::<Vec<_>>(), data);
+        places.push(found.iter().map(Region::addr).collect::<Vec<_>>());
+    }
+    assert!(places.windows(2).all(|pair| pair[0] == pair[1]), "the same sizes have the same memory");
+    assert!(copies.bytes() >= SIZES.iter().sum::<usize>() as u64);
+    let (data, regions) = uploaded(on, &[5, 70_000], 9);
+    let found = copies.fill(&regions, None).unwrap();
+    assert_eq!(found.iter().map(bytes_of).collect::<Vec<_>>(), data);
+    assert!(copies.fill(&[], None).unwrap().is_empty());
+    let (_, empty) = uploaded(on, &[0, 0], 9);
+    assert_eq!(copies.fill(&empty, None).unwrap().iter().map(Region::bytes).collect::<Vec<_>>(), [0, 0]);
+    drop((copies, found, regions, empty));
+    on.assert_empty();
+}
+
+fn copies_wait_for_the_work_before_them(on: &Subject) {
+    let data = pattern(9000, 3);
+    let (target, source) = (on.upload(&vec![0; 9000]), on.pinned(9000));
+    on.write(&data, &source).unwrap();
+    let stream = on.stream("training").unwrap();
+    on.launch(&stream, &forebay::device::Kernel::Spin { ns: 100_000_000 }).unwrap();
+    on.copy(&stream, &source, &target.all()).unwrap();
+    let found = HostCopies::new(on.device.clone()).fill(&[target.all()], Some(&stream)).unwrap();
+    assert_eq!(bytes_of(&found[0]), data);
+}
+
+fn copies_that_fail_leave_nothing_in_flight(on: &Subject) {
+    const LATE: std::time::Duration = std::time::Duration::from_millis(200);
+    let copies = HostCopies::new(on.device.clone());
+    let (_, regions) = uploaded(on, &[9000, 100], 4);
+    on.fault.on(Call::Copy, 0, Misbehaviour::Late { ns: LATE.as_nanos() as u64 });
+    on.fault.on(Call::Copy, 1, Misbehaviour::Fail);
+    let start = std::time::Instant::now();
+    device_error(copies.fill(&regions, None));
+    assert!(start.elapsed() >= LATE, "returned while the first copy was under way");
+}
+
+fn copies_can_be_made_after_every_failure(on: &Subject) {
+    for call in [Call::Pin, Call::Stream, Call::Event, Call::Record, Call::Wait, Call::Copy, Call::Synchronize] {
+        let on = &on.another();
+        let stream = on.stream("training").unwrap();
+        let copies = HostCopies::new(on.device.clone());
+        let (data, regions) = uploaded(on, &[9000, 100, 4096], 5);
+        for nth in 0.. {
+            on.fault.on(call, nth, Misbehaviour::Fail);
+            let outcome = copies.fill(&regions, Some(&stream));
+            if let Ok(found) = outcome {
+                assert!(nth > 0, "no {call:?} call is made");
+                assert_eq!(found.iter().map(bytes_of).collect::<Vec<_>>(), data);
+                break;
+            }
+            device_error(outcome);
+        }
+        drop((copies, regions));
+        on.assert_empty();
+    }
+}
+
 // Resharding.
 
 /// Cuts each side of a box at random places: tiles that cover it exactly once.
-fn tiles(shape: &[u64], cuts: &[Vec<u64>]) -> Vec<Extent> {
-    let mut tiles = vec![Extent { offsets: Vec::new(), shape: Vec::new() }];
+fn tiles(shape: &[u64], cuts: &[Vec<u64>]) -> Vec<TensorBox> {
+    let mut tiles = vec![TensorBox { offsets: Vec::new(), shape: Vec::new() }];
     for (&side, cuts) in shape.iter().zip(cuts) {
         let mut edges: Vec<u64> = cuts.iter().map(|cut| cut % (side + 1)).chain([0, side]).collect();
         edges.sort_unstable();
@@ -540,7 +647,7 @@ fn tiles(shape: &[u64], cuts: &[Vec<u64>]) -> Vec<Extent> {
 }
 
 /// What two boxes share: its offsets in the tensor, and its shape.
-fn shared(a: &Extent, b: &Extent) -> Option<Extent> {
+fn shared(a: &TensorBox, b: &TensorBox) -> Option<TensorBox> {
     let (mut offsets, mut shape) = (Vec::new(), Vec::new());
     for i in 0..a.shape.len() {
         let from = a.offsets[i].max(b.offsets[i]);
@@ -548,11 +655,11 @@ fn shared(a: &Extent, b: &Extent) -> Option<Extent> {
         offsets.push(from);
         shape.push(to.checked_sub(from).filter(|&len| len > 0)?);
     }
-    Some(Extent { offsets, shape })
+    Some(TensorBox { offsets, shape })
 }
 
 /// The elements of a box, in order, as their places in the whole tensor.
-fn places(part: &Extent, shape: &[u64]) -> Vec<u64> {
+fn places(part: &TensorBox, shape: &[u64]) -> Vec<u64> {
     let strides = strides(shape);
     let total: u64 = part.shape.iter().product();
     (0..total)
@@ -572,7 +679,7 @@ fn minus(a: &[u64], b: &[u64]) -> Vec<u64> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 150, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: cases(150), failure_persistence: None, ..ProptestConfig::default() })]
 
     /// A tensor written in one tiling and read in another, into memory with any strides, is the tensor.
     #[test]
@@ -620,13 +727,13 @@ proptest! {
             let chunks = &checkpoint.manifest().tensors["w"].chunks;
             let requests: Vec<Request> = chunks.iter().enumerate().filter_map(|(chunk, of)| {
                 let common = shared(&of.extent, tile)?;
-                let part = Extent { offsets: minus(&common.offsets, &of.extent.offsets), shape: common.shape.clone() };
+                let part = TensorBox { offsets: minus(&common.offsets, &of.extent.offsets), shape: common.shape.clone() };
                 Some(request("w", chunk, part, &into, (&minus(&common.offsets, &tile.offsets), &strides), width))
             }).collect();
             checkpoint.read(&requests, threads, &AtomicU64::new(0)).unwrap();
 
             let mut expected = vec![0xEE; (next * width) as usize];
-            let local = Extent::whole(&tile.shape);
+            let local = TensorBox::whole(&tile.shape);
             for (place, at) in places(tile, &shape).into_iter().zip(places(&local, &tile.shape)) {
                 let (mut rest, mut to) = (at, 0);
                 for i in (0..shape.len()).rev() {

@@ -3,24 +3,22 @@
 //! A delay is put in front of one copy or launch: work that does not wait for it runs first and shows in the bits. On
 //! the checked devices the same is found without any delay, from the order of submission.
 
-#[macro_use]
 mod common;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use common::trial::{Rig, Scenario, Tensor, mixed_tensors};
 use common::{Kind, Subject, device_error, in_one_of_three, under_sanitizer};
-use forebay::device::arith::uniform_element;
 use forebay::device::fault::{Call, Misbehaviour};
-use forebay::device::{self, Kernel, Region, Stream};
-use forebay::pipeline::{InFlight, Pipeline, Slot};
+use forebay::device::kernel::uniform_element;
+use forebay::device::{self, Kernel, Region, Rule, Stream};
+use forebay::flow::{InFlight, Pipeline, Slot};
+use forebay::memory::{Allocator, PinnedBudget};
+use forebay::optimizer::{Optimizer, OptimizerOptions};
 use forebay::plan::StepPlan;
-use forebay::pool::{Pool, PoolEntry};
-use forebay::step::StreamedAdamW;
 
-on_devices! {
+forebay_device::on_devices! {
     every:
         a_late_fetch_holds_its_update,
         a_late_update_holds_its_store,
@@ -32,21 +30,24 @@ on_devices! {
         a_chunk_stored_in_parts_is_fetched_whole,
         slots_that_are_dropped_come_back_when_their_work_has_ended,
         a_slot_whose_wait_was_refused_keeps_its_fence,
+        a_slot_whose_end_could_not_be_recorded_is_waited_for,
+        a_store_whose_end_could_not_be_recorded_is_waited_for,
         an_acquirer_sleeps_until_a_slot_comes_back,
         the_host_gets_a_value_when_its_use_has_ended,
-        the_pool_knows_what_is_out,
+        slabs_stay_inside_the_budget,
+        memory_is_exact_and_comes_back,
         memory_comes_back_while_stores_are_under_way,
         the_pipeline_allocates_its_ring_and_nothing_after;
 }
 
 const DELAY: Misbehaviour = Misbehaviour::Late { ns: 25_000_000 };
 
-/// Two kinds of state, so that a chunk takes two copies each way, and eight chunks or two.
+/// Two columns, so that a chunk takes two copies each way, and eight chunks or two.
 fn rig<'a>(on: &'a Subject, slots: usize, slot_bytes: u64, chunks: usize) -> Rig<'a> {
     let rig =
         Rig::new(on, Scenario::new(vec![Tensor::f32(1000), Tensor::f32(30), Tensor::f32(900)], slots, slot_bytes), 3);
-    assert_eq!(rig.optimizer.plan().chunks().len(), chunks);
-    rig
+    assert_eq!(rig.plan().chunks().len(), chunks);
+    rig.warm()
 }
 
 const COPIES: usize = 2;
@@ -103,9 +104,9 @@ fn a_late_store_holds_the_next_fetch_of_its_chunk(on: &Subject) {
 
 /// A parameter on the host is stored and fetched again like state, by its own copies.
 fn a_late_store_of_a_parameter_holds_its_next_fetch(on: &Subject) {
-    let rig = Rig::new(on, Scenario::new(vec![Tensor::f32(1000).on_host()], 5, 8 << 10), 3);
-    assert_eq!(rig.optimizer.plan().chunks().len(), 2);
-    // In: two kinds of state, the parameter, the gradient. Out: the state, the parameter.
+    let rig = Rig::new(on, Scenario::new(vec![Tensor::f32(1000).on_host()], 5, 8 << 10), 3).warm();
+    assert_eq!(rig.plan().chunks().len(), 2);
+    // In: two columns, the parameter, the gradient. Out: the columns, the parameter.
     for copy in [3, 6, 7 + 6, 2 * 7 + 6, 3 * 7 + 6] {
         check_with(on, &rig, &[(Call::Copy, copy)]);
     }
@@ -136,7 +137,7 @@ const BYTES: u64 = 4096;
 
 /// A pipeline without an optimizer, and host memory to move.
 fn bare(on: &Subject, slots: usize) -> Bare {
-    let pipeline = Pipeline::new(&Pool::new(on.device.clone()), slots, BYTES).unwrap();
+    let pipeline = Pipeline::new(&Allocator::new(on.device.clone()), slots, BYTES).unwrap();
     let bare = Bare { pipeline, compute: on.stream("compute").unwrap(), host: on.pinned(8 * BYTES) };
     on.write(&[0; 8 * BYTES as usize], &bare.host).unwrap();
     bare.pipeline.begin().unwrap();
@@ -260,8 +261,60 @@ fn a_slot_whose_wait_was_refused_keeps_its_fence(on: &Subject) {
     assert_eq!(bare.pipeline.idle_slots(), 2);
 }
 
+/// A passage of `part` in which the work of one stage is late and both recordings of its end are refused. The slot's
+/// marks were recorded and reached in an earlier passage.
+fn break_off(on: &Subject, bare: &Bare, stage: u64, part: u64) {
+    bare.pass(0, 1).unwrap();
+    bare.pipeline.drain().unwrap();
+    let (call, nth) = [(Call::Copy, 0), (Call::Launch, 0), (Call::Copy, 1)][stage as usize];
+    on.fault.on(call, nth, Misbehaviour::Late { ns: 100_000_000 });
+    (0..2).for_each(|attempt| on.fault.on(Call::Record, stage + attempt, Misbehaviour::Fail));
+    let error = device_error(bare.pass(part, 9));
+    assert!(error.to_string().contains("injected into Record"), "{error}");
+}
+
+/// The end of a slot's use is known by an event. Where that could not be recorded, it still stands for an earlier use.
+fn a_slot_whose_end_could_not_be_recorded_is_waited_for(on: &Subject) {
+    for stage in 0..3 {
+        let bare = bare(on, 2);
+        let held = bare.pipeline.acquire().unwrap();
+        break_off(on, &bare, stage, 3);
+        assert_eq!(bare.pipeline.idle_slots(), 1);
+        // Refused once more: then nobody gets the slot.
+        on.fault.on(Call::Record, 0, Misbehaviour::Fail);
+        device_error(bare.pipeline.acquire().map(drop));
+        assert_eq!(bare.pipeline.idle_slots(), 1);
+        let slot = bare.pipeline.acquire().unwrap();
+        on.fill(slot.region(), 7);
+        on.finish(&bare.compute).unwrap();
+        std::thread::sleep(Duration::from_millis(if on.kind.is_checked() { 0 } else { 120 }));
+        assert_eq!(on.download(slot.region()), vec![7; BYTES as usize], "stage {stage}");
+        drop((slot, held));
+        bare.pipeline.drain().unwrap();
+        let stored = if stage == 2 { 9 } else { 0 };
+        let half = BYTES as usize / 2;
+        assert_eq!(on.host_bytes(&bare.part(3)).unwrap()[..half], vec![stored; half], "stage {stage}");
+    }
+}
+
+/// Those who wait for a store of certain bytes, on the host or on a stream, wait for that one too.
+fn a_store_whose_end_could_not_be_recorded_is_waited_for(on: &Subject) {
+    let half = BYTES as usize / 2;
+    let bare = bare(on, 3);
+    drop(bare.pipeline.acquire().unwrap());
+    (0..3).for_each(|part| bare.pass(part, 1).unwrap());
+    break_off(on, &bare, 2, 3);
+    bare.pipeline.settle(&bare.part(3)).unwrap();
+    assert_eq!(on.host_bytes(&bare.part(3)).unwrap()[..half], vec![9; half]);
+    break_off(on, &bare, 2, 4);
+    let slot = bare.store(bare.fill(bare.fetch(4).unwrap(), 2).unwrap(), 4).unwrap();
+    bare.pipeline.release(slot);
+    bare.pipeline.drain().unwrap();
+    assert_eq!(on.host_bytes(&bare.part(4)).unwrap()[..half], vec![2; half]);
+}
+
 fn an_acquirer_sleeps_until_a_slot_comes_back(on: &Subject) {
-    in_one_of_three("the books do not tell of the wait", || {
+    in_one_of_three("the statistics do not count the wait", || {
         let bare = bare(on, 2);
         let (held, released) = (bare.pipeline.acquire().unwrap(), AtomicBool::new(false));
         let other = bare.pipeline.acquire().unwrap();
@@ -287,50 +340,82 @@ fn the_host_gets_a_value_when_its_use_has_ended(on: &Subject) {
     let bare = bare(on, 2);
     on.fault.on(Call::Copy, 1, DELAY);
     let slot = bare.store(bare.fill(bare.fetch(3).unwrap(), 9).unwrap(), 3).unwrap();
-    let slot = slot.wait(&*on.device).unwrap();
+    let slot = slot.wait().unwrap();
     assert_eq!(on.host_bytes(&bare.part(3)).unwrap()[..BYTES as usize / 2], [9; BYTES as usize / 2]);
     assert_eq!(on.download(slot.region()), on.host_bytes(&bare.part(3)).unwrap());
     drop(slot);
     assert_eq!(bare.pipeline.idle_slots(), 2);
 }
 
-fn the_pool_knows_what_is_out(on: &Subject) {
-    let pool = Pool::new(on.device.clone());
-    let names = |pool: &Pool| pool.entries().into_iter().map(|e| (e.name, e.bytes)).collect::<Vec<_>>();
-    assert_eq!(pool.entries(), []);
-    let (slab, buffer) = (pool.slab("a slab", &[100, 5000]).unwrap(), pool.device_buffer("a buffer", 777).unwrap());
-    let slab_bytes = slab.layout().bytes();
-    assert_eq!(names(&pool), [("a slab".to_owned(), slab_bytes), ("a buffer".to_owned(), 777)]);
-    let entries = pool.entries();
-    assert_eq!(entries[0].pinned.unwrap().bytes, slab_bytes, "what pinning cost is told");
-    assert_eq!(entries[1], PoolEntry { name: "a buffer".to_owned(), bytes: 777, pinned: None });
-    let memory = on.memory().unwrap();
-    assert_eq!((memory.pinned_bytes, memory.allocated_bytes), (slab_bytes, 777));
-
-    let clone = slab.clone();
-    drop(slab);
-    assert_eq!(names(&pool).len(), 2, "a clone keeps it out");
+fn slabs_stay_inside_the_budget(on: &Subject) {
+    let budget = PinnedBudget::new(Some(64 << 10));
+    let allocator = Allocator::within(on.device.clone(), budget.clone());
+    let pin = |bytes| allocator.pin(&[bytes]);
+    let over = |requested_bytes, available_bytes| device::Error::OutOfPinnedBudget {
+        requested_bytes,
+        available_bytes,
+        budget_bytes: 64 << 10,
+    };
+    let first = pin(40 << 10).unwrap();
+    assert_eq!(device_error(pin((24 << 10) + 1)), over(28 << 10, 24 << 10));
+    assert_eq!((budget.used_bytes(), on.memory().unwrap().pinned_bytes, on.counters().pins), (40 << 10, 40 << 10, 1));
+    let second = pin(24 << 10).unwrap();
+    assert_eq!(device_error(pin(1)), over(4096, 0));
+    let clone = first.clone();
+    drop(first);
+    assert_eq!(budget.used_bytes(), 64 << 10, "a clone keeps it");
     drop(clone);
-    assert_eq!(names(&pool), [("a buffer".to_owned(), 777)]);
-    pool.slab("nothing", &[]).unwrap_err();
-    pool.device_buffer("nothing", 0).unwrap_err();
-    drop(buffer);
-    assert_eq!(pool.entries(), []);
+    assert_eq!((budget.used_bytes(), on.memory().unwrap().pinned_bytes), (24 << 10, 24 << 10));
+    // What is refused for another reason counts nothing.
+    on.fault.on(Call::Pin, 0, Misbehaviour::Fail);
+    device_error(pin(40 << 10));
+    allocator.pin(&[]).unwrap_err();
+    assert_eq!(budget.used_bytes(), 24 << 10);
+    let third = pin(40 << 10).unwrap();
+    drop((second, third));
+    assert_eq!(pin(64 << 10).unwrap().bytes(), 64 << 10);
+    on.assert_empty();
+}
+
+fn memory_is_exact_and_comes_back(on: &Subject) {
+    let allocator = Allocator::new(on.device.clone());
+    let slab = allocator.pin(&[100, 5000]).unwrap();
+    let slab_bytes = slab.layout().bytes();
+    assert_eq!(slab.pin_stats().bytes, slab_bytes, "what pinning cost is known");
+    assert_eq!((allocator.budget().used_bytes(), on.memory().unwrap().pinned_bytes), (slab_bytes, slab_bytes));
+    drop(slab);
     on.assert_empty();
 
     let scenario = Scenario::new(mixed_tensors(), 3, 4096);
-    let optimizer = StreamedAdamW::new(&pool, Arc::new(scenario.plan())).unwrap();
-    let slab_bytes = optimizer.state().slab().bytes();
-    assert_eq!(names(&pool), [("slot ring".to_owned(), 3 * 4096), ("optimizer state".to_owned(), slab_bytes)]);
+    let options = OptimizerOptions { plan: scenario.options, ..OptimizerOptions::default() };
+    let optimizer = Optimizer::new(on.device.clone(), scenario.rule, options).unwrap();
+    assert_eq!((optimizer.has_ring(), on.memory().unwrap().allocated_bytes), (false, 0));
+    optimizer.open_ring(None).unwrap();
+    optimizer.add(scenario.specs()).unwrap();
+    let slab_bytes = optimizer.pinned_bytes();
+    assert_eq!(optimizer.pin_stats(0).unwrap().unwrap().bytes, slab_bytes);
+    let memory = on.memory().unwrap();
+    let powers = POWERS_BYTES;
+    assert_eq!((memory.allocated_bytes, memory.pinned_bytes), (3 * 4096 + powers, slab_bytes + powers));
     assert!(slab_bytes - scenario.plan().payload_bytes() < 20_000, "exact, but for alignment: {slab_bytes}");
-    // A region that somebody still holds keeps the memory, though the pool has let go of it.
-    let view = optimizer.state().tensor(0, forebay::plan::StateKind::ExpAvg).unwrap().unwrap();
+    // A region that somebody still holds keeps the memory, though nothing else does.
+    let view = optimizer.column(0, 0, "exp_avg").unwrap().unwrap();
     drop(optimizer);
-    assert_eq!(pool.entries(), []);
-    assert_eq!(on.memory().unwrap().pinned_bytes, slab_bytes);
+    on.assert_holds(0, slab_bytes);
+    drop(view);
+    on.assert_empty();
+
+    // It is no longer counted, though: what the budget limits is what the optimizer holds.
+    let slab = allocator.pin(&[5000]).unwrap();
+    let (slab_bytes, view) = (slab.bytes(), slab.part(0).unwrap());
+    drop(slab);
+    assert_eq!((allocator.budget().used_bytes(), on.memory().unwrap().pinned_bytes), (0, slab_bytes));
     drop(view);
     on.assert_empty();
 }
+
+/// What the powers of the betas are computed in, on the device and on the host, beside state and ring.
+const POWERS_BYTES: u64 = 4096 * 4;
 
 fn memory_comes_back_while_stores_are_under_way(on: &Subject) {
     let rig = rig(on, 3, 2048, 8);
@@ -354,18 +439,21 @@ fn the_pipeline_allocates_its_ring_and_nothing_after(on: &Subject) {
 /// The default ring is the one the plan announces.
 #[test]
 fn the_ring_is_what_the_plan_says() {
-    let on = Subject::open(Kind::Cpu, None);
+    let on = Subject::open(Kind::Cpu);
     let tensors = Scenario::new(mixed_tensors(), 2, 1024).plan().tensors().to_vec();
     let plan = StepPlan::new(tensors, Default::default()).unwrap();
     let ring_bytes = plan.ring_bytes();
-    let _optimizer = StreamedAdamW::new(&Pool::new(on.device.clone()), Arc::new(plan)).unwrap();
+    let rule = Rule::named("adamw").unwrap();
+    let optimizer = Optimizer::new(on.device.clone(), rule, OptimizerOptions::default()).unwrap();
+    optimizer.open_ring(None).unwrap();
+    assert_eq!(optimizer.ring_bytes(), ring_bytes);
     assert_eq!((on.memory().unwrap().allocated_bytes, ring_bytes), (64 << 20, 64 << 20));
 }
 
-/// A stream that waits for nothing is told so by the checker: the pipeline never waits for what was not recorded.
+/// The checker refuses a wait for what was never recorded, and the pipeline makes none.
 #[test]
 fn nothing_waits_for_what_was_never_submitted() {
-    let on = Subject::open(Kind::CpuChecked, None);
+    let on = Subject::open(Kind::CpuChecked);
     let bare = bare(&on, 4);
     for part in 0..8 {
         bare.pass(part, 1).unwrap();

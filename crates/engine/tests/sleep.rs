@@ -1,6 +1,5 @@
 //! Sleep and wake: every byte comes back, what sleeps is never touched, and every wait that is needed is there.
 
-#[macro_use]
 mod common;
 
 use std::collections::HashMap;
@@ -8,13 +7,13 @@ use std::collections::HashMap;
 use common::{Subject, device_error};
 use forebay::device::fault::{Call, Misbehaviour};
 use forebay::device::{Buffer, Error as DeviceError, Kernel, Stream};
-use forebay::pool::Pool;
+use forebay::memory::Allocator;
 use forebay::sleep::layout::{EXTENT_ALIGN_BYTES, EXTENT_MAX_BYTES};
 use forebay::sleep::{COPY_BYTES, Direction, Extent, Layout, Move, PACK_BELOW_BYTES, SLOTS, Sleeper, Want, moves};
 use forebay::{Error, Result};
 use proptest::prelude::*;
 
-on_devices! {
+forebay_device::on_devices! {
     every:
         bytes_come_back_into_other_memory,
         delays_anywhere_change_nothing,
@@ -60,7 +59,7 @@ fn bytes(seed: u64, len: u64) -> Vec<u8> {
 impl<'a> Rig<'a> {
     /// `slot_bytes` of staging for each slot; none where 0.
     fn new(on: &'a Subject, sizes: &[u64], slot_bytes: u64) -> Self {
-        let sleeper = Sleeper::new(Pool::new(on.device.clone()));
+        let sleeper = Sleeper::new(Allocator::new(on.device.clone()));
         let staging = (slot_bytes > 0).then(|| on.alloc(slot_bytes * SLOTS as u64).unwrap());
         Self { on, sleeper, sizes: sizes.to_vec(), compute: on.stream("compute").unwrap(), staging }
     }
@@ -274,9 +273,12 @@ fn from_the_third_time_on_nothing_is_made(on: &Subject) {
 
 /// Refuses the n-th call of a kind in a sleep, and in a wake, for every n there is.
 fn a_refused_call_ends_the_transfer_and_loses_nothing(on: &Subject) {
-    for call in [Call::Copy, Call::Launch, Call::Record, Call::Wait, Call::Synchronize, Call::Event] {
+    let once =
+        [Call::Copy, Call::Launch, Call::Record, Call::Wait, Call::Synchronize, Call::Event].map(|call| (call, 1));
+    // A recording that is refused is tried again: both attempts, and the attempt of whoever waits for it.
+    for (call, times) in once.into_iter().chain([(Call::Record, 2), (Call::Record, 3)]) {
         for direction in [Direction::Sleep, Direction::Wake] {
-            let refused = (0..).take_while(|&nth| refuse(&on.another(), call, direction, nth)).count();
+            let refused = (0..).take_while(|&nth| refuse(&on.another(), call, times, direction, nth)).count();
             // Events of the sleep before serve the wake.
             let least = if call == Call::Event && direction == Direction::Wake { 0 } else { 1 };
             assert!(refused >= least, "{call:?} was never refused in a {direction:?}");
@@ -285,21 +287,24 @@ fn a_refused_call_ends_the_transfer_and_loses_nothing(on: &Subject) {
 }
 
 /// Whether there was such a call; whatever it was, nothing is lost and the next transfer works.
-fn refuse(on: &Subject, call: Call, direction: Direction, nth: u64) -> bool {
+fn refuse(on: &Subject, call: Call, times: u64, direction: Direction, nth: u64) -> bool {
+    let refuse = || (nth..nth + times).for_each(|nth| on.fault.on(call, nth, Misbehaviour::Fail));
     let rig = Rig::new(on, &[3000, 70, 900, 64, 1], KIB);
     let (ids, memory) = (rig.ids(), rig.memory(&rig.ids(), 0));
     if direction == Direction::Wake {
         rig.sleep(memory);
-        on.fault.on(call, nth, Misbehaviour::Fail);
+        refuse();
         let outcome = rig.transfer(direction, &rig.fresh(&ids));
+        on.fault.clear();
         if outcome.is_ok() {
             return false;
         }
         device_error(outcome);
     } else {
         rig.sleeper.place(&rig.wants(&ids), None).unwrap();
-        on.fault.on(call, nth, Misbehaviour::Fail);
+        refuse();
         let outcome = rig.transfer(direction, &memory);
+        on.fault.clear();
         rig.assert_contents(&memory, 0);
         if outcome.is_ok() {
             return false;
@@ -426,11 +431,11 @@ proptest! {
                     prop_assert_eq!(extent.offset_bytes, batch[item][0].offset_bytes + at_bytes);
                     carried[item].push((at_bytes, extent.bytes));
                 }
-                Move::Packed { run, parts } => {
-                    prop_assert!(run.bytes <= slot_bytes.unwrap());
-                    for part in parts {
-                        prop_assert!(part.offset_bytes + part.bytes <= run.bytes);
-                        let place = run.offset_bytes + part.offset_bytes;
+                Move::Packed { whole, ranges } => {
+                    prop_assert!(whole.bytes <= slot_bytes.unwrap());
+                    for part in ranges {
+                        prop_assert!(part.offset_bytes + part.bytes <= whole.bytes);
+                        let place = whole.offset_bytes + part.offset_bytes;
                         prop_assert_eq!(place, batch[part.item][0].offset_bytes + part.at_bytes);
                         carried[part.item].push((part.at_bytes, part.bytes));
                     }

@@ -1,6 +1,5 @@
 //! Snapshots: whatever a step, a saver and copiers do at the same time, what is saved is the state of one moment.
 
-#[macro_use]
 mod common;
 
 use std::collections::BTreeMap;
@@ -10,16 +9,17 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use common::Subject;
 use common::trial::{Rig, Scenario, Tensor};
-use forebay::checkpoint::{Entry, PAGE_BYTES, Snapshot, WriteOptions, write_files};
+use common::{Subject, cases};
+use forebay::checkpoint::{FileEntry, WriteOptions, write_files};
 use forebay::device::fault::{Call, Misbehaviour};
 use forebay::device::{Buffer, Dtype, Region};
-use forebay::plan::StateKind;
+use forebay::optimizer::Optimizer;
+use forebay::snapshot::{PAGE_BYTES, Snapshot};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
-on_devices! {
+forebay_device::on_devices! {
     every:
         what_is_saved_is_of_one_moment,
         without_a_budget_the_step_waits_for_the_saver,
@@ -34,7 +34,7 @@ on_devices! {
         a_snapshot_that_was_given_up_is_not_read_to_its_end;
 }
 
-type Key = (usize, StateKind);
+type Key = (usize, &'static str);
 type Values = BTreeMap<Key, Vec<u8>>;
 
 const STEPS: usize = 14;
@@ -44,16 +44,16 @@ fn tensors() -> Vec<Tensor> {
         Tensor::f32(1000),
         Tensor::of(300, Dtype::Bf16, Dtype::Bf16).master(),
         Tensor::f32(0),
-        Tensor::of(130, Dtype::F32, Dtype::Bf16).amsgrad(),
+        Tensor::of(130, Dtype::F32, Dtype::Bf16).full(),
         Tensor::f32(1),
         Tensor::f32(64).on_host(),
     ]
 }
 
 fn regions(rig: &Rig<'_>) -> Vec<(Key, Region)> {
-    let each = rig.scenario.tensors.iter().enumerate();
-    let keys = each.flat_map(|(tensor, of)| of.kinds().into_iter().map(move |kind| (tensor, kind)));
-    keys.map(|(tensor, kind)| ((tensor, kind), rig.state(tensor, kind))).collect()
+    let names = |tensor: usize| rig.scenario.columns(tensor).into_iter().map(move |column| (tensor, column.name));
+    let keys = (0..rig.scenario.tensors.len()).flat_map(names);
+    keys.map(|(tensor, name)| ((tensor, name), rig.column(tensor, name))).collect()
 }
 
 /// The state as it is; all stores have ended.
@@ -63,11 +63,7 @@ fn values(on: &Subject, rig: &Rig<'_>) -> Values {
 }
 
 fn snapshot(rig: &Rig<'_>, page_bytes: u64, budget_bytes: u64) -> Arc<Snapshot> {
-    rig.optimizer.synchronize().unwrap();
-    let (arenas, next) = rig.optimizer.state().extent().unwrap();
-    let snapshot = Arc::new(Snapshot::with_pages_of(page_bytes, arenas, &next, budget_bytes));
-    rig.optimizer.state().keep(&snapshot);
-    snapshot
+    Optimizer::snapshot_in_pages(&[&rig.optimizer], page_bytes, budget_bytes).unwrap()
 }
 
 fn pages(rig: &Rig<'_>, page_bytes: u64) -> u64 {
@@ -75,7 +71,7 @@ fn pages(rig: &Rig<'_>, page_bytes: u64) -> u64 {
 }
 
 fn arena_bytes(rig: &Rig<'_>) -> u64 {
-    rig.optimizer.state().extent().unwrap().0.iter().map(Region::bytes).sum()
+    rig.plan().arena_bytes().iter().sum()
 }
 
 /// Reads everything through a snapshot, piece by piece, with a pause after each.
@@ -107,10 +103,10 @@ fn write_all(
     direct: bool,
 ) -> forebay::Result<Values> {
     let folder = Folder::new();
-    let entries: Vec<Entry> = regions
+    let entries: Vec<FileEntry> = regions
         .iter()
-        .map(|((tensor, kind), region)| Entry {
-            name: format!("{tensor}.{kind:?}"),
+        .map(|((tensor, column), region)| FileEntry {
+            name: format!("{tensor}.{column}"),
             dtype: "F32".to_owned(),
             shape: vec![region.bytes() / 4],
             data: (region.bytes() > 0).then(|| region.clone()),
@@ -225,7 +221,7 @@ impl Saving {
                     read_all(&mine, &regions, bytes, || std::thread::sleep(Duration::from_micros(micros)))
                 }
             };
-            // As whoever saves does, however it went.
+            // As a save does, however it went.
             mine.finish();
             read
         });
@@ -247,7 +243,7 @@ impl Saving {
 }
 
 /// What the actions of one case add up to.
-struct Run<'a> {
+struct CopyRun<'a> {
     on: &'a Subject,
     rig: Rig<'a>,
     page_bytes: u64,
@@ -256,7 +252,7 @@ struct Run<'a> {
     is_exact: bool,
 }
 
-impl Run<'_> {
+impl CopyRun<'_> {
     fn act(&mut self, action: &Action) {
         match *action {
             Action::Step | Action::FaultyStep(..) if self.steps == STEPS => {}
@@ -269,6 +265,7 @@ impl Run<'_> {
                 self.on.fault.on(Call::Copy, nth, how);
                 // It is an error or comes through, whether that copy was reached or not.
                 self.is_exact &= self.rig.step(self.steps).is_ok();
+                self.rig.optimizer.trust();
                 self.rig.assert_idle();
                 self.steps += 1;
             }
@@ -287,7 +284,7 @@ impl Run<'_> {
             }
             Action::Load => {
                 self.rig.optimizer.synchronize().unwrap();
-                self.rig.optimizer.state().protect_all().unwrap();
+                self.rig.optimizer.protect_all().unwrap();
                 for (_, region) in regions(&self.rig) {
                     let bytes: Vec<u8> = (0..region.bytes()).map(|i| (i % 4) as u8).collect();
                     self.on.write(&bytes, &region).unwrap();
@@ -313,14 +310,14 @@ impl Run<'_> {
 /// Steps, faults, saves, loads and ends in any order; every save that comes through has the state of its call, and the
 /// steps have the bits of steps without any save.
 fn what_is_saved_is_of_one_moment(on: &Subject) {
-    let cases = if on.kind.is_cuda() { 20 } else { 70 };
+    let cases = cases(if on.kind.is_cuda() { 20 } else { 70 });
     let mut runner = TestRunner::new(Config { cases, failure_persistence: None, ..Config::default() });
     let page_bytes = prop_oneof![Just(64u64), Just(300), Just(1024), Just(1 << 20)];
     let input = (prop::collection::vec(action(), 1..30), page_bytes, 2..5usize);
     let outcome = runner.run(&input, |(actions, page_bytes, slots)| {
         let on = on.another();
-        let rig = Rig::new(&on, Scenario::new(tensors(), slots, 2048), STEPS);
-        let mut run = Run { on: &on, rig, page_bytes, saving: None, steps: 0, is_exact: true };
+        let rig = Rig::new(&on, Scenario::new(tensors(), slots, 2048), STEPS).warm();
+        let mut run = CopyRun { on: &on, rig, page_bytes, saving: None, steps: 0, is_exact: true };
         actions.iter().for_each(|action| run.act(action));
         run.join();
         run.rig.optimizer.synchronize().unwrap();
@@ -335,24 +332,24 @@ fn what_is_saved_is_of_one_moment(on: &Subject) {
 }
 
 fn rig(on: &Subject) -> Rig<'_> {
-    Rig::new(on, Scenario::new(tensors(), 2, 2048), 4)
+    Rig::new(on, Scenario::new(tensors(), 2, 2048), 4).warm()
 }
 
-/// A saver that goes on for a piece when it is told to.
+/// A saver that reads one more piece each time it is asked to.
 fn led_saver(
     snapshot: &Arc<Snapshot>,
     rig: &Rig<'_>,
 ) -> (Sender<()>, Receiver<()>, JoinHandle<forebay::Result<Values>>) {
     let (go, gone) = channel();
-    let (tell, told) = channel();
+    let (paused, pauses) = channel();
     let (snapshot, regions) = (snapshot.clone(), regions(rig));
     let saver = std::thread::spawn(move || {
         read_all(&snapshot, &regions, 64, || {
-            let _ = tell.send(());
+            let _ = paused.send(());
             let _ = gone.recv();
         })
     });
-    (go, told, saver)
+    (go, pauses, saver)
 }
 
 /// The step is at its end only when the saver is: it is held before the last piece until the step has been waiting.
@@ -360,8 +357,8 @@ fn without_a_budget_the_step_waits_for_the_saver(on: &Subject) {
     let rig = rig(on);
     let kept = values(on, &rig);
     let snapshot = snapshot(&rig, 256, 255);
-    let (go, told, saver) = led_saver(&snapshot, &rig);
-    told.recv().unwrap();
+    let (go, paused, saver) = led_saver(&snapshot, &rig);
+    paused.recv().unwrap();
     std::thread::scope(|scope| {
         let (end, ended) = channel::<()>();
         let stepping = scope.spawn(|| {
@@ -415,15 +412,17 @@ fn the_saver_gives_way_to_a_step_that_does_not_need_it(on: &Subject) {
     let kept = values(on, &rig);
     for direct in [false, true] {
         let snapshot = snapshot(&rig, 256, u64::MAX);
-        let stepping = rig.optimizer.state().stepping().unwrap();
+        let stepping = snapshot.step();
         let (mine, regions) = (snapshot.clone(), regions(&rig));
         let saver = std::thread::spawn(move || write_all(&mine, &regions, None, direct));
         assert!(pauses(&snapshot) > 0);
         drop(stepping);
         assert!(saver.join().unwrap().unwrap() == kept);
         snapshot.finish();
+        let watched = Arc::downgrade(&snapshot);
+        drop(snapshot);
+        assert!(watched.upgrade().is_none(), "no snapshot is left that a step could inform");
     }
-    assert!(rig.optimizer.state().stepping().is_none(), "no snapshot is left that a step could tell");
     // And a step says that it is one: here it takes its time, and the saver has more to do than that.
     let snapshot = snapshot(&rig, 256, u64::MAX);
     let (mine, all) = (snapshot.clone(), regions(&rig));
@@ -501,25 +500,21 @@ fn a_copier_held_to_a_rate_ends_with_the_snapshot(on: &Subject) {
     copying.join().unwrap();
 }
 
-/// Whoever steps gets the blocks, however small its part is; and a page may have the end of one state and all of another.
+/// The optimizer that steps gets the blocks, however small its part is; and a page may have the end of one state and all of another.
 fn states_of_several_optimizers_share_pages_and_blocks(on: &Subject) {
     let (large, small) = (rig(on), Rig::new(on, Scenario::new(vec![Tensor::f32(8)], 2, 2048), 4));
     let kept = [values(on, &large), values(on, &small)];
     for (page_bytes, budget_pages) in [(1 << 20, 1), (256, 2), (arena_bytes(&large) - 8, 1)] {
-        let (mut arenas, mut next) = large.optimizer.state().extent().unwrap();
-        let (more, then) = small.optimizer.state().extent().unwrap();
-        arenas.extend(more);
-        next.extend(then);
         let budget_bytes = budget_pages * page_bytes;
-        let snapshot = Arc::new(Snapshot::with_pages_of(page_bytes, arenas, &next, budget_bytes));
-        [&large, &small].iter().for_each(|rig| rig.optimizer.state().keep(&snapshot));
+        let both = [&large.optimizer, &small.optimizer];
+        let snapshot = Optimizer::snapshot_in_pages(&both, page_bytes, budget_bytes).unwrap();
         let all = arena_bytes(&large) + arena_bytes(&small);
         // No saver is there yet.
-        small.optimizer.state().protect_all().unwrap();
+        small.optimizer.protect_all().unwrap();
         assert_eq!(snapshot.stats().stalls, 0);
         assert!(snapshot.stats().block_bytes <= budget_bytes);
         if budget_bytes >= all {
-            large.optimizer.state().protect_all().unwrap();
+            large.optimizer.protect_all().unwrap();
             assert_eq!(snapshot.stats().copied_bytes, all, "each byte once");
         }
         snapshot.plan(&[regions(&large), regions(&small)].concat().into_iter().map(|(_, at)| at).collect::<Vec<_>>());
@@ -570,8 +565,8 @@ fn the_memory_goes_with_the_snapshot(on: &Subject) {
 fn a_snapshot_that_was_given_up_is_not_read_to_its_end(on: &Subject) {
     let rig = rig(on);
     let snapshot = snapshot(&rig, 256, 0);
-    let (go, told, saver) = led_saver(&snapshot, &rig);
-    told.recv().unwrap();
+    let (go, paused, saver) = led_saver(&snapshot, &rig);
+    paused.recv().unwrap();
     snapshot.finish();
     rig.step(0).unwrap();
     drop(go);

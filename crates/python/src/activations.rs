@@ -1,10 +1,9 @@
-//! Activation offload as Python sees it: numbers in, numbers out.
+//! Activation offload as Python sees it: numbers in, frozen classes out.
 
-use forebay::activations::{Compute, Key, Offload, OffloadOptions, Place, Route};
-use forebay::device::{Backend, CpuDevice, CpuOptions, LinkOptions, SharedDevice, open_with_budget};
-use forebay::plan::{ActivationPlan, PassCost};
-use forebay::pool::Pool;
-use forebay::{Error, Result};
+use forebay::activations::{Compute, Key, Location, Offload, OffloadOptions};
+use forebay::device::{Backend, CpuDevice, CpuOptions, LinkOptions, SharedDevice, open};
+use forebay::memory::{Allocator, PinnedBudget};
+use forebay::{Result, activations};
 use pyo3::prelude::*;
 
 use crate::guard;
@@ -18,15 +17,86 @@ pub(crate) struct Activations {
     host: Option<Compute>,
 }
 
-/// Save, entry, where its range begins, whether it is new, whether it leaves, entries to let go of, why it stays.
-type SavedNumbers = (u64, u64, u64, bool, bool, Vec<u64>, Option<String>);
-/// Entry, its place, whether to hold it, entries to fetch with their bytes.
-type OpenedNumbers = (u64, u8, bool, Vec<(u64, u64)>);
+/// Where a plan sends a saved tensor.
+#[pyclass(frozen, from_py_object)]
+#[derive(Clone, Copy)]
+pub(crate) struct Route(activations::Route);
 
-fn open_device(name: &str, pinned_budget_bytes: Option<u64>, link_bytes_per_s: Option<f64>) -> Result<SharedDevice> {
-    let Some(rate) = link_bytes_per_s else { return Ok(open_with_budget(name, pinned_budget_bytes)?) };
+#[pymethods]
+impl Route {
+    /// Whether the tensor leaves; the layer before which it is freed; the layer from whose backward pass on it is fetched.
+    #[new]
+    #[pyo3(signature = (*, leaves, free_at, fetch_at))]
+    fn new(leaves: bool, free_at: u32, fetch_at: u32) -> Self {
+        Self(activations::Route { leaves, free_at, fetch_at })
+    }
+}
+
+/// The answer to a save.
+#[pyclass(frozen, get_all)]
+pub(crate) struct Saved {
+    /// The number of the save.
+    save: u64,
+    /// The entry that holds its bytes. Saves of the same bytes share one.
+    entry: u64,
+    /// Where the entry's range begins in its storage.
+    start_bytes: u64,
+    /// Whether the entry is new.
+    is_new: bool,
+    /// Whether the entry leaves the device.
+    leaves: bool,
+    /// Entries whose sources may be freed now.
+    freed: Vec<u64>,
+    /// Why an entry that was to leave stays.
+    reason: Option<String>,
+}
+
+/// The answer to the use of a saved tensor.
+#[pyclass(frozen, get_all)]
+pub(crate) struct Opened {
+    /// The entry that holds its bytes.
+    entry: u64,
+    /// Whether its source is still on the device. If not, it is fetched.
+    is_on_device: bool,
+    /// Whether to hold its memory after this use.
+    hold: bool,
+    /// Entries to fetch, with their bytes; the entry itself is first if it has to be fetched now.
+    fetches: Vec<(u64, u64)>,
+}
+
+/// Sums since the beginning.
+#[pyclass(frozen, get_all)]
+pub(crate) struct OffloadStats {
+    stored_bytes: u64,
+    fetched_bytes: u64,
+    kept_bytes: u64,
+    pinned_bytes: u64,
+    pinned_peak_bytes: u64,
+    stalls: u64,
+    stall_ns: u64,
+    window_bytes: u64,
+    fraction: f64,
+    store_gbps: f64,
+    fetch_gbps: f64,
+}
+
+/// Sums of one layer since the beginning, and the times of its last pass that could be read.
+#[pyclass(frozen, get_all)]
+pub(crate) struct LayerStats {
+    layer: u32,
+    stored_bytes: u64,
+    fetched_bytes: u64,
+    kept_bytes: u64,
+    stalls: u64,
+    stall_ns: u64,
+    forward_ns: u64,
+    backward_ns: u64,
+}
+
+fn open_device(name: &str, link_bytes_per_s: Option<f64>) -> Result<SharedDevice> {
+    let Some(rate) = link_bytes_per_s else { return Ok(open(name)?) };
     let link = LinkOptions { fetch_bytes_per_s: rate, store_bytes_per_s: rate, duplex: true };
-    Ok(CpuDevice::open(CpuOptions { pinned_budget_bytes, link: Some(link), ..CpuOptions::default() })?)
+    Ok(CpuDevice::open(CpuOptions { link: Some(link), ..CpuOptions::default() })?)
 }
 
 impl Activations {
@@ -40,8 +110,8 @@ impl Activations {
 
 #[pymethods]
 impl Activations {
-    /// Open a device; nothing is pinned yet. No fraction stands for what hides under the computation. A link's rate
-    /// makes the CPU backend as slow as that, for tests.
+    /// Open a device; nothing is pinned yet. Without a fraction the engine chooses one, so that copies hide under the
+    /// computation. A link's rate makes the CPU backend as slow as that, for tests.
     #[new]
     #[pyo3(signature = (device, fraction, max_in_flight_bytes, pinned_budget_bytes, link_bytes_per_s=None))]
     fn new(
@@ -53,10 +123,10 @@ impl Activations {
         link_bytes_per_s: Option<f64>,
     ) -> PyResult<Self> {
         guard::run(py, || {
-            let device = open_device(device, pinned_budget_bytes, link_bytes_per_s)?;
+            let device = open_device(device, link_bytes_per_s)?;
             let is_cpu = device.info().backend == Backend::Cpu;
-            let options = OffloadOptions { fraction, max_in_flight_bytes, pinned_budget_bytes };
-            let offload = Offload::new(Pool::new(device), options)?;
+            let allocator = Allocator::within(device, PinnedBudget::new(pinned_budget_bytes));
+            let offload = Offload::new(allocator, OffloadOptions { fraction, max_in_flight_bytes })?;
             let host = is_cpu.then(|| offload.own_compute()).transpose()?;
             Ok(Self { offload, host })
         })
@@ -77,9 +147,9 @@ impl Activations {
         guard::run(py, || self.offload.leave(&self.compute(stream)?))
     }
 
-    /// Let go of what its route lets go of before a layer begins. Returns the entries.
-    fn let_go_before(&self, py: Python<'_>, layer: u32) -> PyResult<Vec<u64>> {
-        guard::run(py, || self.offload.let_go_before(layer))
+    /// Returns the entries whose routes have them freed before a layer begins.
+    fn free_before(&self, py: Python<'_>, layer: u32) -> PyResult<Vec<u64>> {
+        guard::run(py, || self.offload.free_before(layer))
     }
 
     /// A pass begins where there are no layers.
@@ -87,11 +157,11 @@ impl Activations {
         self.offload.begin_pass();
     }
 
-    /// A tensor was saved: a range of a storage at a version. Returns the numbers of the save and of its entry, where
-    /// the entry's range begins, whether it is new and whether it leaves the device, the entries to let go of now, and
-    /// why one that was to leave stays. A new entry that leaves has to be held until it is named. A route is what a plan
-    /// says: whether it leaves, the layer before which it is let go, the layer in whose backward pass it is fetched.
-    #[pyo3(signature = (storage, storage_bytes, addr, start_bytes, bytes, version, may_leave, counted, stream, route=None))]
+    /// A tensor was saved: a range of a storage at a version. A new entry that leaves has to be held until it is named as
+    /// freed. A save that is not counted only tells where its use is.
+    #[pyo3(signature = (
+        *, storage, storage_bytes, addr, start_bytes, bytes, version, may_leave, counted, stream, route=None
+    ))]
     #[expect(clippy::too_many_arguments, reason = "numbers cross the border faster than objects")]
     fn save(
         &self,
@@ -105,42 +175,48 @@ impl Activations {
         may_leave: bool,
         counted: bool,
         stream: u64,
-        route: Option<(bool, u32, u32)>,
-    ) -> PyResult<SavedNumbers> {
+        route: Option<Route>,
+    ) -> PyResult<Saved> {
         guard::run(py, || {
             let key = Key { storage, storage_bytes, addr, start_bytes, bytes, version };
             let source = || torch::held(self.offload.device(), addr + start_bytes, bytes);
-            let route = route.map(|(leaves, let_go_at, fetch_at)| Route { leaves, let_go_at, fetch_at });
+            let route = route.map(|route| route.0);
             let outcome = self.offload.save_routed(key, (may_leave, counted), route, source, &self.compute(stream)?)?;
-            let saved = outcome.saved;
             let reason = outcome.exhausted.map(|exhausted| {
                 format!(
                     "no pinned memory for {} bytes: {} are pinned and {}",
                     exhausted.requested_bytes, exhausted.pinned_bytes, exhausted.reason
                 )
             });
-            Ok((saved.save, saved.entry, saved.start_bytes, saved.new, saved.offload, outcome.dropped, reason))
+            let saved = outcome.saved;
+            Ok(Saved {
+                save: saved.save,
+                entry: saved.entry,
+                start_bytes: saved.start_bytes,
+                is_new: saved.new,
+                leaves: saved.offload,
+                freed: outcome.dropped,
+                reason,
+            })
         })
     }
 
-    /// A saved tensor is about to be used. Returns its entry; 0 if that is on the device, 1 if it is on its way or has
-    /// arrived, 2 if it has to be fetched now; whether to hold it after this use; and the entries to fetch ahead, with
-    /// their bytes, the entry itself first where it has to be fetched.
-    fn open(&self, py: Python<'_>, save: u64, stream: u64) -> PyResult<OpenedNumbers> {
+    /// A saved tensor is about to be used.
+    fn open(&self, py: Python<'_>, save: u64, stream: u64) -> PyResult<Opened> {
         guard::run(py, || {
             let opened = self.offload.open(save, &self.compute(stream)?)?;
-            let (place, now) = match opened.place {
-                Place::Kept | Place::Leaving => (0, None),
-                Place::Arriving | Place::Here => (1, None),
-                Place::Host => (2, Some(opened.entry)),
-            };
-            let wanted = now.into_iter().chain(opened.ahead);
-            let wanted = wanted.map(|entry| (entry, self.offload.entry_bytes(entry))).collect();
-            Ok((opened.entry, place, opened.hold, wanted))
+            let now = (opened.location == Location::Host).then_some(opened.entry);
+            let fetches = now.into_iter().chain(opened.ahead);
+            Ok(Opened {
+                entry: opened.entry,
+                is_on_device: matches!(opened.location, Location::Kept | Location::Leaving),
+                hold: opened.hold,
+                fetches: fetches.map(|entry| (entry, self.offload.entry_bytes(entry))).collect(),
+            })
         })
     }
 
-    /// Fetch an entry into memory that is held until the entry is let go.
+    /// Fetch an entry into memory that is held until the entry is freed.
     fn fetch(&self, py: Python<'_>, entry: u64, addr: u64, bytes: u64, urgent: bool, stream: u64) -> PyResult<()> {
         guard::run(py, || {
             let into = torch::held(self.offload.device(), addr, bytes)?;
@@ -153,90 +229,50 @@ impl Activations {
         guard::run(py, || self.offload.ready(entry, &self.compute(stream)?))
     }
 
-    /// Let go of an entry's fetched bytes, or give up fetching it ahead.
-    fn let_go(&self, py: Python<'_>, entry: u64) -> PyResult<()> {
-        guard::run(py, || self.offload.let_go(entry))
+    /// Give up an entry's fetched bytes, or its fetch ahead of use.
+    fn free(&self, py: Python<'_>, entry: u64) -> PyResult<()> {
+        guard::run(py, || self.offload.free_fetched(entry))
     }
 
-    /// A saved tensor is gone. Returns its entry if that can be let go now.
+    /// A saved tensor is gone. Returns its entry if that can be freed now.
     fn release(&self, py: Python<'_>, save: u64) -> PyResult<Option<u64>> {
         guard::run(py, || self.offload.release(save))
     }
 
-    /// Sums since the beginning: stored_bytes, fetched_bytes, kept_bytes, pinned_bytes, pinned_peak_bytes, stalls,
-    /// stall_ns, window_bytes; then fraction, store_gbps, fetch_gbps.
-    fn stats(&self, py: Python<'_>) -> PyResult<(Vec<u64>, Vec<f64>)> {
+    /// Sums since the beginning.
+    fn stats(&self, py: Python<'_>) -> PyResult<OffloadStats> {
         guard::run(py, || {
-            let s = self.offload.stats()?;
-            let counts = vec![
-                s.stored_bytes,
-                s.fetched_bytes,
-                s.kept_bytes,
-                s.pinned_bytes,
-                s.pinned_peak_bytes,
-                s.stalls,
-                s.stall_ns,
-                s.window_bytes,
-            ];
-            Ok((counts, vec![s.fraction, s.store_gbps, s.fetch_gbps]))
+            let stats = self.offload.stats()?;
+            Ok(OffloadStats {
+                stored_bytes: stats.stored_bytes,
+                fetched_bytes: stats.fetched_bytes,
+                kept_bytes: stats.kept_bytes,
+                pinned_bytes: stats.pinned_bytes,
+                pinned_peak_bytes: stats.pinned_peak_bytes,
+                stalls: stats.stalls,
+                stall_ns: stats.stall_ns,
+                window_bytes: stats.window_bytes,
+                fraction: stats.fraction,
+                store_gbps: stats.store_gbps,
+                fetch_gbps: stats.fetch_gbps,
+            })
         })
     }
 
-    /// For each layer its number, then stored_bytes, fetched_bytes, kept_bytes, stalls, stall_ns, forward_ns,
-    /// backward_ns.
-    fn table(&self, py: Python<'_>) -> PyResult<Vec<(u32, Vec<u64>)>> {
+    /// The same for each layer.
+    fn table(&self, py: Python<'_>) -> PyResult<Vec<LayerStats>> {
         guard::run(py, || {
-            let rows = self.offload.table()?.into_iter().map(|(layer, s)| {
-                let numbers = vec![
-                    s.stored_bytes,
-                    s.fetched_bytes,
-                    s.kept_bytes,
-                    s.stalls,
-                    s.stall_ns,
-                    s.forward_ns,
-                    s.backward_ns,
-                ];
-                (layer, numbers)
+            let rows = self.offload.table()?.into_iter().map(|(layer, stats)| LayerStats {
+                layer,
+                stored_bytes: stats.stored_bytes,
+                fetched_bytes: stats.fetched_bytes,
+                kept_bytes: stats.kept_bytes,
+                stalls: stats.stalls,
+                stall_ns: stats.stall_ns,
+                forward_ns: stats.forward_ns,
+                backward_ns: stats.backward_ns,
             });
             Ok(rows.collect())
         })
     }
-}
-
-fn json<T: serde::de::DeserializeOwned>(what: &'static str, text: &str) -> Result<T> {
-    serde_json::from_str(text).map_err(|error| Error::InvalidOption {
-        option: what,
-        value: text.chars().take(80).collect(),
-        remedy: error.to_string(),
-    })
-}
-
-/// Plan a pass: its costs and the plan as JSON. Costs were measured for so many tokens and are scaled to others. Without a
-/// budget the plan is the one that takes least memory.
-#[pyfunction]
-pub(crate) fn plan_activations(
-    py: Python<'_>,
-    cost: &str,
-    budget_bytes: Option<u64>,
-    tokens: u64,
-    measured_tokens: u64,
-) -> PyResult<String> {
-    guard::run(py, || {
-        let cost = json::<PassCost>("cost", cost)?.scaled(tokens, measured_tokens);
-        let plan = match budget_bytes {
-            Some(budget) => ActivationPlan::new(&cost, budget)?,
-            None => ActivationPlan::frugal(&cost),
-        };
-        serde_json::to_string(&plan).map_err(|error| Error::InvalidOption {
-            option: "plan",
-            value: String::new(),
-            remedy: error.to_string(),
-        })
-    })
-}
-
-/// A plan in words.
-#[pyfunction]
-pub(crate) fn explain_activations(py: Python<'_>, plan: &str) -> PyResult<String> {
-    guard::run(py, || Ok(json::<ActivationPlan>("plan", plan)?.to_string()))
 }

@@ -4,16 +4,17 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use forebay::checkpoint::{self, Entry, Extent, Manifest, Request, SnapshotStats, WriteOptions, element_bytes};
-use forebay::device::{Backend, Cores, Place, SharedDevice, Slab, SlabLayout, Stream, open};
+use forebay::checkpoint::{self, FileEntry, Request, TensorBox, WriteOptions, dense_bytes};
+use forebay::device::{Place, Region, SharedDevice, open};
+use forebay::snapshot::{self, SnapshotStats};
 use forebay::{Error, Result};
 use pyo3::prelude::*;
 
 use crate::guard;
-use crate::optimizer::Engine;
+use crate::optimizer::Optimizer;
 use crate::torch::{self, HostView, Keeper};
 
-/// Bytes moved so far, for whoever asks from another thread how far it is.
+/// Bytes moved so far; other threads may ask for them.
 #[pyclass(frozen)]
 #[derive(Default)]
 pub(crate) struct Moved {
@@ -28,17 +29,17 @@ impl Moved {
         Self::default()
     }
 
-    /// The bytes.
+    /// The bytes moved so far.
     fn bytes(&self) -> u64 {
         self.bytes.load(Relaxed)
     }
 
-    /// Say how many there will be.
+    /// Set how many bytes there will be.
     fn expect(&self, bytes: u64) {
         self.expected.store(bytes, Relaxed);
     }
 
-    /// How many there will be, as far as anybody has said.
+    /// How many bytes there will be; 0 until `expect` is called.
     fn expected(&self) -> u64 {
         self.expected.load(Relaxed)
     }
@@ -52,6 +53,12 @@ type File = (String, u64, Vec<u32>, Vec<(usize, u64, u64)>);
 pub(crate) struct Saving {
     inner: Mutex<Option<checkpoint::Saving>>,
     folder: String,
+}
+
+impl Saving {
+    fn take(&self) -> Option<checkpoint::Saving> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
 }
 
 #[pymethods]
@@ -71,31 +78,24 @@ impl Saving {
         &self.folder
     }
 
-    /// Complete it with a manifest, given as JSON; keep only the last few checkpoints of the path if asked to.
+    /// Complete it with a manifest, given as JSON. With `keep_last`, remove older checkpoints of the path.
     fn commit(&self, py: Python<'_>, manifest: &str, keep_last: Option<usize>) -> PyResult<()> {
         guard::run(py, || {
-            let Some(saving) = self.inner.lock().unwrap_or_else(PoisonError::into_inner).take() else {
-                return refuse(&self.folder, "it was completed or given up already".to_owned());
+            let Some(saving) = self.take() else {
+                let reason = "it was completed or given up already".to_owned();
+                return Err(Error::Checkpoint { path: self.folder.clone(), reason });
             };
-            let manifest: Manifest = match serde_json::from_str(manifest) {
-                Ok(manifest) => manifest,
-                Err(error) => return refuse(&self.folder, format!("its manifest: {error}")),
-            };
-            saving.commit(&manifest, keep_last).map(drop)
+            saving.commit_json(manifest, keep_last).map(drop)
         })
     }
 
-    /// Give it up; what is written so far is removed by the next save.
+    /// Give it up; the next save removes what has been written.
     fn abandon(&self) {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner).take();
+        self.take();
     }
 }
 
-fn refuse<T>(path: &str, reason: String) -> Result<T> {
-    Err(Error::Checkpoint { path: path.to_owned(), reason })
-}
-
-/// What to write: a list for each property, all of one length. An address is on `device` where `on_device` says so.
+/// What to write: one list for each property, all of one length. An address is on `device` where `on_device` is true.
 #[derive(FromPyObject)]
 pub(crate) struct Entries {
     #[pyo3(item)]
@@ -110,7 +110,25 @@ pub(crate) struct Entries {
     on_device: Vec<bool>,
 }
 
-/// How to write beside other work: through which snapshot, how fast at most, and whether to give way.
+impl Entries {
+    fn regions(self, device: Option<&SharedDevice>) -> Result<Vec<FileEntry>> {
+        let keeper: Keeper = Arc::new(());
+        let rows = self.name.into_iter().zip(self.dtype).zip(self.shape).zip(self.address).zip(self.on_device);
+        rows.map(|((((name, dtype), shape), address), on_device)| {
+            let data = match (dense_bytes(&dtype, &shape).unwrap_or(0), device) {
+                (0, _) => None,
+                (bytes, Some(device)) if on_device => {
+                    Some(torch::region(device, address, bytes, Place::Device, &keeper)?)
+                }
+                (bytes, _) => Some(torch::host_region(address, bytes, &keeper)?),
+            };
+            Ok(FileEntry { name, dtype, shape, data })
+        })
+        .collect()
+    }
+}
+
+/// How to write while training goes on: through which snapshot, how fast at most, and whether at low priority.
 #[derive(FromPyObject)]
 pub(crate) struct Manner {
     #[pyo3(item)]
@@ -121,31 +139,25 @@ pub(crate) struct Manner {
     gives_way: bool,
 }
 
-/// State of one moment, kept while optimizers go on.
+/// State of one moment, kept while optimizers step.
 #[pyclass(frozen)]
 pub(crate) struct Snapshot {
-    inner: Arc<checkpoint::Snapshot>,
+    inner: Arc<snapshot::Snapshot>,
 }
 
 #[pymethods]
 impl Snapshot {
-    /// Begin one of all state that these engines have in pinned memory; copies of it take so many bytes at most.
+    /// Begin a snapshot of all state that these optimizers have in pinned memory; its copies take at most `budget_bytes`.
     #[new]
-    fn new(py: Python<'_>, engines: Vec<Py<Engine>>, budget_bytes: u64) -> PyResult<Self> {
-        let engines: Vec<&Engine> = engines.iter().map(Py::get).collect();
-        guard::run(py, || Ok(Self { inner: Engine::snapshot(&engines, budget_bytes)? }))
+    fn new(py: Python<'_>, optimizers: Vec<Py<Optimizer>>, budget_bytes: u64) -> PyResult<Self> {
+        let optimizers: Vec<&Optimizer> = optimizers.iter().map(Py::get).collect();
+        guard::run(py, || Ok(Self { inner: Optimizer::snapshot(&optimizers, budget_bytes)? }))
     }
 
-    /// Copy aside in the background what the next step will change.
+    /// Copy in the background what the next step will change.
     fn copy_ahead(&self, py: Python<'_>, threads: usize, bytes_per_s: Option<f64>) -> PyResult<()> {
         guard::run(py, || {
-            for turn in 0..threads {
-                let snapshot = self.inner.clone();
-                // At full priority: a step may come to wait for the page that is being copied.
-                let work = move || snapshot.copy_ahead(turn, threads, bytes_per_s);
-                // Without the thread the step copies for itself.
-                let _ = Cores::here().spawn("forebay-snapshot", work);
-            }
+            self.inner.copy_in_background(threads, bytes_per_s);
             Ok(())
         })
     }
@@ -163,8 +175,8 @@ impl Snapshot {
         self.inner.is_safe()
     }
 
-    /// Bytes copied aside, bytes of memory taken for that, how often a step waited and how long in nanoseconds, and how
-    /// often the writer gave way to a step.
+    /// Bytes copied, bytes of memory for the copies, how often a step waited and for how many nanoseconds, and how often
+    /// the writer paused for a step.
     fn stats(&self) -> (u64, u64, u64, u64, u64) {
         let SnapshotStats { copied_bytes, block_bytes, stalls, stall_ns, pauses } = self.inner.stats();
         (copied_bytes, block_bytes, stalls, stall_ns, pauses)
@@ -172,7 +184,7 @@ impl Snapshot {
 }
 
 impl Drop for Snapshot {
-    /// Whoever loses it must not leave a step waiting for it.
+    /// No step may wait for a snapshot that nobody will write.
     fn drop(&mut self) {
         self.inner.finish();
     }
@@ -181,91 +193,44 @@ impl Drop for Snapshot {
 /// Bytes of memory that are kept for the copies of the next snapshot.
 #[pyfunction]
 pub(crate) fn kept_copy_bytes(py: Python<'_>) -> PyResult<u64> {
-    guard::run(py, || Ok(checkpoint::spare_bytes()))
+    guard::run(py, || Ok(snapshot::spare_bytes()))
 }
 
-/// Give back the memory that is kept for the copies of the next snapshot; returns how many bytes that were.
+/// Free the memory that is kept for the copies of the next snapshot, and return how many bytes that were.
 #[pyfunction]
 pub(crate) fn release_copies(py: Python<'_>) -> PyResult<u64> {
-    guard::run(py, || Ok(checkpoint::release_spare()))
+    guard::run(py, || Ok(snapshot::release_spare()))
 }
 
 /// Copies of device memory in one pinned slab that is used again.
 #[pyclass(frozen)]
 pub(crate) struct HostCopies {
-    device: SharedDevice,
-    slab: Mutex<Option<Slab>>,
+    inner: checkpoint::HostCopies,
 }
 
 #[pymethods]
 impl HostCopies {
     #[new]
     fn new(py: Python<'_>, device: &str) -> PyResult<Self> {
-        guard::run(py, || Ok(Self { device: open(device)?, slab: Mutex::new(None) }))
+        guard::run(py, || Ok(Self { inner: checkpoint::HostCopies::new(open(device)?) }))
     }
 
     /// Bytes of the slab.
     fn bytes(&self) -> u64 {
-        self.slab.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map_or(0, |slab| slab.layout().bytes())
+        self.inner.bytes()
     }
 
-    /// Copy ranges of device memory to the host, behind what a stream has been given so far, and wait for them. The
-    /// buffers of the call before must be out of use.
+    /// Copy ranges of device memory to the host, behind the present work of a stream, and wait for them. The buffers of
+    /// the call before must not be in use.
     fn fill(&self, py: Python<'_>, addresses: Vec<u64>, bytes: Vec<u64>, stream: u64) -> PyResult<Vec<HostView>> {
         guard::run(py, || {
-            let mut kept = self.slab.lock().unwrap_or_else(PoisonError::into_inner);
-            let layout = SlabLayout::new(&bytes)?;
-            if kept.as_ref().is_none_or(|slab| slab.layout() != &layout) {
-                // The old one first: both together may not fit.
-                *kept = None;
-                *kept = Some(self.device.pin(layout)?);
-            }
-            let Some(slab) = kept.as_ref() else { return Ok(Vec::new()) };
-            // One stream fills the wire; on the CPU each is a thread, and torch has none: what was asked for is done.
-            let on_cpu = self.device.info().backend == Backend::Cpu;
-            let count =
-                if on_cpu { std::thread::available_parallelism().map_or(1, |cores| cores.get().min(4)) } else { 1 };
-            let lanes: Vec<Stream> =
-                (0..count).map(|_| self.device.stream("snapshot")).collect::<std::result::Result<_, _>>()?;
-            let point = self.device.event()?;
-            if !on_cpu {
-                self.device.record(&point, &torch::stream(&self.device, stream)?)?;
-                lanes.iter().try_for_each(|lane| self.device.wait(lane, &point))?;
-            }
-            let views = self.copy(slab, &addresses, &bytes, &lanes);
-            // Also after a failure: torch may free the memory as soon as this returns.
-            let wait = |lane: &Stream| -> Result<()> {
-                self.device.record(&point, lane)?;
-                Ok(self.device.synchronize(&point)?)
-            };
-            let mut waited = Ok(());
-            for lane in &lanes {
-                waited = waited.and(wait(lane));
-            }
-            views.and_then(|views| waited.map(|()| views))
+            let (device, keeper): (_, Keeper) = (self.inner.device(), Arc::new(()));
+            let region = |(address, bytes)| torch::region(device, address, bytes, Place::Device, &keeper);
+            let from = addresses.into_iter().zip(bytes).map(region).collect::<Result<Vec<Region>>>()?;
+            let copies = self.inner.fill(&from, torch::stream_of(device, stream)?.as_ref())?;
+            Ok(copies.into_iter().map(HostView::new).collect())
         })
     }
-}
-
-impl HostCopies {
-    fn copy(&self, slab: &Slab, addresses: &[u64], bytes: &[u64], lanes: &[Stream]) -> Result<Vec<HostView>> {
-        let keeper: Keeper = Arc::new(());
-        let mut views = Vec::with_capacity(bytes.len());
-        for (index, (&address, &bytes)) in addresses.iter().zip(bytes).enumerate() {
-            let part = slab.part(index)?;
-            if bytes > 0 {
-                let from = torch::region(&self.device, address, bytes, Place::Device, &keeper)?;
-                self.device.copy(&lanes[index % lanes.len()], &from, &part)?;
-            }
-            views.push(HostView::new(part));
-        }
-        Ok(views)
-    }
-}
-
-/// Bytes of a dense tensor.
-fn bytes(dtype: &str, shape: &[u64]) -> u64 {
-    shape.iter().fold(element_bytes(dtype).unwrap_or(0), |bytes, &side| bytes.saturating_mul(side))
 }
 
 /// Write entries into files of a folder, and sync them.
@@ -282,31 +247,19 @@ pub(crate) fn write_checkpoint(
     moved: &Moved,
     manner: Manner,
 ) -> PyResult<Vec<File>> {
-    let snapshot = manner.snapshot.map(|snapshot| snapshot.get().inner.clone());
+    let Manner { snapshot, bytes_per_s, gives_way } = manner;
+    let snapshot = snapshot.map(|snapshot| snapshot.get().inner.clone());
     guard::run(py, || {
-        let keeper: Keeper = Arc::new(());
         let device = device.map(open).transpose()?;
-        let mut list = Vec::with_capacity(entries.name.len());
-        let Entries { name, dtype, shape, address, on_device } = entries;
-        for ((((name, dtype), shape), address), on_device) in
-            name.into_iter().zip(dtype).zip(shape).zip(address).zip(on_device)
-        {
-            let bytes = bytes(&dtype, &shape);
-            let data = match &device {
-                _ if bytes == 0 => None,
-                Some(device) if on_device => Some(torch::region(device, address, bytes, Place::Device, &keeper)?),
-                _ => Some(torch::host_region(address, bytes, &keeper)?),
-            };
-            list.push(Entry { name, dtype, shape, data });
-        }
-        let mut options = WriteOptions { snapshot, bytes_per_s: manner.bytes_per_s, ..WriteOptions::default() };
+        let entries = entries.regions(device.as_ref())?;
+        let mut options =
+            WriteOptions { snapshot, bytes_per_s, gives_way, direct: gives_way, ..WriteOptions::default() };
         options.threads = threads.unwrap_or(options.threads);
-        (options.gives_way, options.direct) = (manner.gives_way, manner.gives_way);
         if let Some(device) = device {
             let after = torch::stream(&device, stream)?;
             options.device = Some((device, after));
         }
-        let files = checkpoint::write_files(&folder, prefix, &list, &options, &moved.bytes)?;
+        let files = checkpoint::write_files(&folder, prefix, &entries, &options, &moved.bytes)?;
         Ok(files
             .into_iter()
             .map(|file| (file.record.name, file.record.bytes, file.record.blocks, file.entries))
@@ -326,7 +279,7 @@ pub(crate) struct Checkpoint {
     inner: checkpoint::Checkpoint,
 }
 
-/// What to read: a list for each property, all of one length. `offset` and `length` say which box of which chunk,
+/// What to read: one list for each property, all of one length. `offset` and `length` say which box of which chunk,
 /// `stride` (in elements) how the memory at `address` is laid out.
 #[derive(FromPyObject)]
 pub(crate) struct Requests {
@@ -344,6 +297,20 @@ pub(crate) struct Requests {
     address: Vec<u64>,
 }
 
+impl Requests {
+    fn regions(self, checkpoint: &checkpoint::Checkpoint) -> Result<Vec<Request>> {
+        let keeper: Keeper = Arc::new(());
+        let rows = self.tensor.into_iter().zip(self.chunk).zip(self.offset).zip(self.length).zip(self.stride);
+        rows.zip(self.address)
+            .map(|(((((tensor, chunk), offsets), shape), strides), address)| {
+                let into = checkpoint.bytes_into(&tensor, &shape, &strides)?;
+                let into = torch::host_region(address, into, &keeper)?;
+                Ok(Request { tensor, chunk, part: TensorBox { offsets, shape }, into, strides })
+            })
+            .collect()
+    }
+}
+
 #[pymethods]
 impl Checkpoint {
     /// Open the last complete checkpoint of a path, or the one in that very folder.
@@ -359,33 +326,14 @@ impl Checkpoint {
 
     /// Its manifest, as JSON.
     fn manifest(&self, py: Python<'_>) -> PyResult<String> {
-        guard::run(py, || match serde_json::to_string(self.inner.manifest()) {
-            Ok(text) => Ok(text),
-            Err(error) => refuse(&self.folder(), error.to_string()),
-        })
+        guard::run(py, || self.inner.manifest_json())
     }
 
-    /// Read boxes of chunks into memory on the host.
+    /// Read boxes of chunks into memory on the host. None of the boxes may be empty.
     fn read(&self, py: Python<'_>, requests: Requests, threads: Option<usize>, moved: &Moved) -> PyResult<()> {
         guard::run(py, || {
-            let keeper: Keeper = Arc::new(());
-            let mut list = Vec::with_capacity(requests.tensor.len());
-            let Requests { tensor, chunk, offset, length, stride, address } = requests;
-            for (((((tensor, chunk), offsets), shape), strides), address) in
-                tensor.into_iter().zip(chunk).zip(offset).zip(length).zip(stride).zip(address)
-            {
-                let Some(found) = self.inner.manifest().tensors.get(&tensor) else {
-                    return refuse(&self.folder(), format!("no tensor {tensor:?}"));
-                };
-                if shape.contains(&0) {
-                    continue;
-                }
-                let last = shape.iter().zip(&strides).map(|(&len, &stride)| (len - 1) * stride).sum::<u64>() + 1;
-                let into = torch::host_region(address, last * element_bytes(&found.dtype).unwrap_or(1), &keeper)?;
-                list.push(Request { tensor, chunk, part: Extent { offsets, shape }, into, strides });
-            }
             let threads = threads.unwrap_or(WriteOptions::default().threads);
-            self.inner.read(&list, threads, &moved.bytes)
+            self.inner.read(&requests.regions(&self.inner)?, threads, &moved.bytes)
         })
     }
 }

@@ -15,7 +15,7 @@ pub(crate) fn to_py(py: Python<'_>, error: &Error) -> PyErr {
     match error {
         Error::Device(device) => device_to_py(py, device, &text),
         Error::InvalidOption { .. } | Error::PlanMismatch { .. } => plain(py, "OptionError", &text),
-        Error::Checkpoint { .. } => plain(py, "CheckpointError", &text),
+        Error::Checkpoint { .. } | Error::Distrusted { .. } => plain(py, "CheckpointError", &text),
         Error::File { errno, .. } => build(py, "StorageError", &text, |numbers| numbers.set_item("errno", errno)),
     }
 }

@@ -1,4 +1,4 @@
-//! The extension module `forebay._core`: numbers in, numbers out, no logic of its own.
+//! The extension module `forebay._core`: numbers in, numbers out. What it does is in the crates behind it.
 //!
 //! Every function that can block or fail does its work inside [`guard::run`], which releases the GIL and turns both
 //! errors and panics into the exceptions of `forebay.errors`. The module takes pointers and sizes, never tensors, and
@@ -7,15 +7,16 @@
 //! `python/forebay/_core.pyi` is generated from this crate (`make stubs`). For that the module has to be this inline
 //! `mod`, and every type in a signature has to be one that PyO3 can name.
 
+mod activation_plan;
 mod activations;
 mod checkpoint;
 mod error;
 mod guard;
-mod host;
-mod landing;
+mod inputs;
 mod looked;
 mod measure;
 mod optimizer;
+mod rule;
 mod sleep;
 mod testing;
 #[expect(unsafe_code, reason = "torch's memory and streams come as numbers")]
@@ -27,20 +28,25 @@ mod _core {
     use pyo3::prelude::*;
 
     #[pymodule_export]
-    use crate::activations::{Activations, explain_activations, plan_activations};
+    use crate::activation_plan::{
+        ActivationPlan, CallKind, CallTimes, LayerCost, LayerPlan, MeasuredCall, MeasuredPass, PassCost, PassSample,
+        TensorCost,
+    };
+    #[pymodule_export]
+    use crate::activations::{Activations, LayerStats, OffloadStats, Opened, Route, Saved};
     #[pymodule_export]
     use crate::checkpoint::{
         Checkpoint, HostCopies, Moved, Saving, Snapshot, kept_copy_bytes, latest_checkpoint, release_copies,
         write_checkpoint,
     };
     #[pymodule_export]
-    use crate::host::{bench_placements, check_host};
-    #[pymodule_export]
     use crate::looked::{Looked, look, look_with_gradients};
     #[pymodule_export]
-    use crate::measure::{backends, bench_step, host_memory, probe};
+    use crate::measure::{backends, bench_placements, bench_step, check_host, host_memory, probe};
     #[pymodule_export]
-    use crate::optimizer::Engine;
+    use crate::optimizer::Optimizer;
+    #[pymodule_export]
+    use crate::rule::Rule;
     #[pymodule_export]
     use crate::sleep::Slabs;
     #[pymodule_export]

@@ -1,7 +1,7 @@
-//! What the machine can do, for Python: the same measurements as the command's, as JSON text.
+//! Measurements for Python, as JSON text, and facts about the machine. Only forwards.
 
-use forebay::device::{BackendStatus, HostMemory, backends as found, open, open_default};
-use forebay::measure::{Model, ProbeOptions, Silent, StepBenchOptions};
+use forebay::device::{BackendStatus, HostMemory, HostOptions, backends as found};
+use forebay_bench::{Link, PlacementsOptions, Silent, StepBenchOptions, open_device};
 use pyo3::prelude::*;
 use serde::Serialize;
 
@@ -30,14 +30,20 @@ pub(crate) fn host_memory() -> (u64, u64) {
     (memory.total_bytes, memory.available_bytes)
 }
 
+/// Check the name of a kernel against this machine; return how many threads the host may have.
+#[pyfunction]
+#[pyo3(signature = (kernel))]
+pub(crate) fn check_host(py: Python<'_>, kernel: Option<String>) -> PyResult<usize> {
+    guard::run(py, || Ok(HostOptions { threads: None, kernel }.check()?))
+}
+
 /// Measure a device, by default the first GPU; JSON text.
 #[pyfunction]
 #[pyo3(signature = (device=None))]
 pub(crate) fn probe(py: Python<'_>, device: Option<String>) -> PyResult<String> {
     guard::run(py, || {
-        let device = device.map_or_else(|| open_default(None), |name| open(&name))?;
-        let options = ProbeOptions::for_backend(device.info().backend);
-        Ok(json(&forebay::measure::probe(&device, &options, &mut Silent)?))
+        let device = open_device(device.as_deref(), None)?;
+        Ok(json(&forebay_bench::probe(&device, &mut Silent)?))
     })
 }
 
@@ -53,11 +59,34 @@ pub(crate) fn bench_step(
     steps: u64,
 ) -> PyResult<String> {
     guard::run(py, || {
-        let device = device.map_or_else(|| open_default(None), |name| open(&name))?;
-        forebay::measure::check_fit(&device, params, chunk_bytes, slots)?;
-        let mut options = StepBenchOptions::new(Model::synthetic(params)?);
-        (options.slots, options.slot_bytes, options.steps) = (slots, chunk_bytes, steps);
-        Ok(json(&forebay::measure::bench_step(&device, &options, &mut Silent)?))
+        let device = open_device(device.as_deref(), None)?;
+        let options = StepBenchOptions::synthetic(&device, params, chunk_bytes, slots)?;
+        Ok(json(&forebay_bench::bench_step(&device, &StepBenchOptions { steps, ..options }, &mut Silent)?))
+    })
+}
+
+/// Run the step at every placement over synthetic bf16 parameters, in turns, and at fixed shares of the host if given;
+/// JSON text. On the CPU backend the link may be given a rate.
+#[pyfunction]
+#[pyo3(signature = (device, link_gbps, params, host_threads, host_kernel, slots, chunk_bytes, rounds, fractions=Vec::new()))]
+#[expect(clippy::too_many_arguments, reason = "numbers cross the border, not objects")]
+pub(crate) fn bench_placements(
+    py: Python<'_>,
+    device: String,
+    link_gbps: Option<f64>,
+    params: u64,
+    host_threads: Option<usize>,
+    host_kernel: Option<String>,
+    slots: usize,
+    chunk_bytes: u64,
+    rounds: usize,
+    fractions: Vec<f64>,
+) -> PyResult<String> {
+    guard::run(py, || {
+        let device = open_device(Some(&device), link_gbps.map(|gbps| Link { gbps, is_shared: false }))?;
+        let host = HostOptions { threads: host_threads, kernel: host_kernel };
+        let options = PlacementsOptions { params, host, slots, slot_bytes: chunk_bytes, rounds, fractions };
+        Ok(json(&forebay_bench::bench_placements(&device, &options)?))
     })
 }
 

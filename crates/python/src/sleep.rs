@@ -2,8 +2,8 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use forebay::device::{Backend, Stream, open};
-use forebay::pool::Pool;
+use forebay::device::open;
+use forebay::memory::Allocator;
 use forebay::sleep::{Direction, Sleeper, Transfer};
 use forebay::{Error, Result};
 use pyo3::prelude::*;
@@ -30,12 +30,6 @@ impl Slabs {
             remedy: "begin one first".to_owned(),
         })
     }
-
-    /// torch's stream; the CPU has none, and what torch did there is done.
-    fn stream(&self, handle: u64) -> Result<Option<Stream>> {
-        let device = self.sleeper.device();
-        (device.info().backend != Backend::Cpu).then(|| torch::stream(device, handle)).transpose()
-    }
 }
 
 #[pymethods]
@@ -43,7 +37,7 @@ impl Slabs {
     /// Open a device; nothing is pinned yet.
     #[new]
     fn new(py: Python<'_>, device: &str) -> PyResult<Self> {
-        guard::run(py, || Ok(Self { sleeper: Sleeper::new(Pool::new(open(device)?)), transfer: Mutex::default() }))
+        guard::run(py, || Ok(Self { sleeper: Sleeper::new(Allocator::new(open(device)?)), transfer: Mutex::default() }))
     }
 
     /// Bytes of device memory that a transfer uses to pack small storages.
@@ -52,7 +46,7 @@ impl Slabs {
         Sleeper::staging_bytes()
     }
 
-    /// Whether each storage has its place, of this size, with nothing asleep there.
+    /// Whether each storage has a place of this size that is not in use.
     fn holds(&self, py: Python<'_>, ids: Vec<u64>, sizes: Vec<u64>) -> PyResult<bool> {
         guard::run(py, || Ok(self.sleeper.holds(&ids.into_iter().zip(sizes).collect::<Vec<_>>())))
     }
@@ -63,7 +57,7 @@ impl Slabs {
         guard::run(py, || self.sleeper.place(&ids.into_iter().zip(sizes).collect::<Vec<_>>(), budget_bytes))
     }
 
-    /// Begin to move storages, behind what was submitted to `stream`. `staging` owns memory of `staging_bytes` at
+    /// Begin to move storages, behind the present work of `stream`. `staging` owns memory of `staging_bytes` at
     /// `staging_addr`; with address 0 nothing is packed.
     fn begin(
         &self,
@@ -74,7 +68,8 @@ impl Slabs {
         staging: Py<PyAny>,
     ) -> PyResult<()> {
         guard::run(py, || {
-            let (device, after) = (self.sleeper.device(), self.stream(stream)?);
+            let device = self.sleeper.device();
+            let after = torch::stream_of(device, stream)?;
             let memory = (staging_addr != 0)
                 .then(|| torch::buffer(device, staging_addr, Sleeper::staging_bytes(), Arc::new(staging)))
                 .transpose()?;
@@ -85,8 +80,8 @@ impl Slabs {
         })
     }
 
-    /// Hand over a batch: numbers, addresses and sizes of storages that `owner` holds. Returns its number. Storages of
-    /// a sleep count as asleep until they are freed: their places are neither given away nor stored to.
+    /// Submit a batch: numbers, addresses and sizes of storages that `owner` holds. Returns the batch's number. In a sleep
+    /// the places of these storages are in use from now on until `free`: nothing else is stored there.
     fn submit(
         &self,
         py: Python<'_>,
@@ -98,8 +93,9 @@ impl Slabs {
     ) -> PyResult<usize> {
         guard::run(py, || {
             let transfer = self.transfer()?;
-            let after = if transfer.direction() == Direction::Wake { self.stream(stream)? } else { None };
             let (device, keeper): (_, Keeper) = (self.sleeper.device(), Arc::new(owner));
+            let wakes = transfer.direction() == Direction::Wake;
+            let after = if wakes { torch::stream_of(device, stream)? } else { None };
             let batch = ids.into_iter().zip(addrs.into_iter().zip(sizes));
             let batch = batch.map(|(id, (addr, size))| Ok((id, torch::storage(device, addr, size, &keeper)?)));
             self.sleeper.submit(&transfer, batch.collect::<Result<Vec<_>>>()?, after.as_ref())
@@ -116,7 +112,7 @@ impl Slabs {
         guard::run(py, || self.transfer()?.has_arrived(batch))
     }
 
-    /// Block until all batches have arrived and nothing is in flight, also where one failed; then raise that failure.
+    /// Block until nothing is in flight, also after a failure; then raise that failure.
     fn finish(&self, py: Python<'_>) -> PyResult<()> {
         guard::run(py, || {
             let transfer = self.current().clone();
@@ -126,7 +122,7 @@ impl Slabs {
         })
     }
 
-    /// Note that storages are awake.
+    /// The places of these storages are no longer in use: the storages are awake.
     fn free(&self, py: Python<'_>, ids: Vec<u64>) -> PyResult<()> {
         guard::run(py, || {
             self.sleeper.free(&ids);
@@ -139,7 +135,7 @@ impl Slabs {
         guard::run(py, || Ok(self.sleeper.pinned_bytes()))
     }
 
-    /// What pinning took: bytes and nanoseconds of the slabs there are.
+    /// What pinning the present slabs cost: bytes and nanoseconds.
     fn pin_stats(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
         guard::run(py, || {
             let stats = self.sleeper.pin_stats();
@@ -148,12 +144,12 @@ impl Slabs {
         })
     }
 
-    /// Allocations, slabs, streams and events made on the device so far; constant from the third sleep on.
+    /// Allocations, slabs, streams and events made on the device so far; constant after the third sleep.
     fn resources_made(&self) -> u64 {
         self.sleeper.device().counters().total()
     }
 
-    /// Unpin and free everything; refused while anything sleeps.
+    /// Unpin and free everything; refused while anything is asleep.
     fn release(&self, py: Python<'_>) -> PyResult<()> {
         guard::run(py, || self.sleeper.release())
     }

@@ -55,6 +55,7 @@ pub(crate) fn _errors_for_test(py: Python<'_>) -> Vec<(String, Py<PyAny>)> {
         Error::InvalidOption { option: "sample", value: text(), remedy: text() },
         Error::PlanMismatch { tensor: text(), reason: text() },
         Error::Checkpoint { path: text(), reason: text() },
+        Error::Distrusted { reason: text() },
         Error::File { action: "sample", path: text(), errno: Some(12), text: text() },
     ];
     let samples = devices.map(Error::from).into_iter().chain(engine);

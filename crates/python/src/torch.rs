@@ -1,7 +1,7 @@
 //! The only file that turns numbers from torch into memory and streams: all `unsafe` of this crate is here.
 //!
-//! Python hands over addresses, lengths and stream handles. What makes them valid is written at each function as what
-//! `forebay/_torch.py`, the one caller, guarantees.
+//! Python hands over addresses, lengths and stream handles. Each function says which Python code guarantees that they are
+//! valid. Addresses come from `forebay/_tensors.py` and streams from `forebay/_device.py` alone.
 
 use std::any::Any;
 use std::ffi::{c_int, c_void};
@@ -9,7 +9,7 @@ use std::mem::MaybeUninit;
 use std::sync::Arc;
 
 use forebay::Result;
-use forebay::device::{Buffer, Dtype, Place, Region, SharedDevice, Stream};
+use forebay::device::{Backend, Buffer, Dtype, Place, Region, SharedDevice, Stream};
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -23,54 +23,67 @@ pub(crate) type Keeper = Arc<dyn Any + Send + Sync>;
 /// Names a tensor's memory. An empty one has none.
 pub(crate) fn region(device: &SharedDevice, addr: u64, bytes: u64, place: Place, keeper: &Keeper) -> Result<Region> {
     let (addr, len) = if bytes == 0 { (256, 1) } else { (addr as usize, bytes) };
-    // SAFETY: `_torch.py` takes address and length from one tensor that it holds for the whole call, checks that the
-    // tensor is dense and on the stated device, and for memory on a GPU passes torch's current stream, on which torch's
-    // allocator keeps freed memory from being given to anyone who is not ordered behind our work. Memory on the host
-    // is released by no one before the call returns, and the call waits for all work on it. For an empty tensor the
-    // address is never used: the region below has no bytes.
+    // SAFETY: parameters and gradients: `Found` (optim/gather.py) takes address and length of each from one tensor, with
+    // `look` (_tensors.py). `Found.read` checks that it is on the stated device, and `Found.put_in_order` replaces it by a
+    // dense copy where it is not dense. `Optimizer._update` (optim/base.py) holds `Found`, the clip coefficient and, through
+    // `State.rooms`, resident state until the call returns. `hook` (optim/backward.py) holds a gradient that is copied
+    // early until `finish_landing` has returned. For memory on a GPU all of them pass torch's current stream: torch's
+    // allocator gives freed memory only to work that comes later on that stream, and the step makes that stream wait for
+    // its own. Work on memory of the host ends before the call returns. Saves: `Snapshot._to_host` (checkpoint/snapshot.py)
+    // and `Writer._write_tensors` (checkpoint/writer.py) hold contiguous tensors of the stated device until the call
+    // returns, and the call waits for its copies. For an empty tensor the address is never used: the region below has no
+    // bytes.
     let buffer = unsafe { Buffer::borrow(addr, len, place, device.info().id, keeper.clone()) }?;
     if bytes == 0 { Ok(buffer.region(0, 0)?) } else { Ok(buffer.into_region()) }
 }
 
 /// Names a tensor's memory on the host, for files.
 pub(crate) fn host_region(addr: u64, bytes: u64, keeper: &Keeper) -> Result<Region> {
-    // SAFETY: `checkpoint.py` (and `bench/cpu_adam.py`, which touches memory) takes address and length from one tensor on
-    // the CPU that it holds for the whole call, and the call returns only when no thread of its own uses the memory any
-    // more.
+    // SAFETY: `Writer._write_tensors` (checkpoint/writer.py) and `Reader._read_into` (checkpoint/reader.py) take address
+    // and length from one dense or strided tensor on the CPU and hold that tensor until the call returns. The call returns
+    // only when its threads have stopped using the memory.
     let buffer = unsafe { Buffer::borrow_host(addr as usize, bytes, keeper.clone()) }?;
     Ok(buffer.into_region())
 }
 
 /// Names a whole buffer, such as the ring that torch allocated.
 pub(crate) fn buffer(device: &SharedDevice, addr: u64, bytes: u64, keeper: Keeper) -> Result<Buffer> {
-    // SAFETY: as in `region`, but for the buffer's whole life: `keeper` holds the tensor, and the pipeline drains
-    // before it lets go of it.
+    // SAFETY: `Optimizer._open_ring` (optim/base.py) and `Mover._begin` (sleep/transfer.py) take the address from one tensor
+    // of this many bytes on this device. `keeper` holds the tensor, and the pipeline or transfer that owns the buffer
+    // drains before it drops it.
     Ok(unsafe { Buffer::borrow(addr as usize, bytes, Place::Device, device.info().id, keeper) }?)
 }
 
 /// Names a storage's memory for a transfer that goes on after the call.
 pub(crate) fn storage(device: &SharedDevice, addr: u64, bytes: u64, keeper: &Keeper) -> Result<Region> {
-    // SAFETY: `sleep.py` takes address and length from one storage on this device, which `keeper` holds, and neither
-    // empties nor resizes it before the batch has arrived or the transfer is finished: then nothing touches its memory
-    // any more. For memory on a GPU it passes torch's current stream, behind whose work the transfer begins, so memory
-    // that torch's allocator has just given out is not used by anyone else.
+    // SAFETY: `Mover.submit` (sleep/transfer.py) takes address and length from one storage on this device, and `keeper`
+    // holds the storage. `Sleeper._empty` and `Sleeper._allocate` (sleep/sleeper.py) resize a storage only after its batch
+    // has arrived or before the batch is submitted, so the memory stays while the transfer uses it. For memory on a GPU,
+    // `Mover._begin` passes torch's current stream, behind whose work the transfer begins, so nothing else uses memory
+    // that torch's allocator has just given out.
     Ok(unsafe { Buffer::borrow(addr as usize, bytes, Place::Device, device.info().id, keeper.clone()) }?.into_region())
 }
 
-/// Names the memory of a storage that stays as it is until the engine lets go of it.
+/// Names the memory of a storage that stays as it is until the engine frees it.
 pub(crate) fn held(device: &SharedDevice, addr: u64, bytes: u64) -> Result<Region> {
-    // SAFETY: `forebay/_saved.py` takes address and length from one storage of the stated device and holds it from
-    // before this call until the engine has named it as let go. By then the stream on which torch allocated the memory
-    // waits for the copy's end (on the CPU the calling thread has waited), so whoever gets the memory next is behind it.
+    // SAFETY: `Engine.save` and `Engine.fetch` (activations/saved.py) take address and length from one storage of the stated
+    // device. The caller holds the storage during the call, and `Engine.held` holds it from then until the engine names its
+    // entry as freed. By then the stream on which torch allocated the memory waits for the copy's end (on the CPU the
+    // calling thread has waited), so later work that gets the memory comes after the copy.
     let buffer = unsafe { Buffer::borrow(addr as usize, bytes, Place::Device, device.info().id, Arc::new(())) }?;
     Ok(buffer.into_region())
 }
 
 /// Names torch's current stream.
 pub(crate) fn stream(device: &SharedDevice, handle: u64) -> Result<Stream> {
-    // SAFETY: `_torch.py` passes `torch.cuda.current_stream(device).cuda_stream`; torch's streams live as long as the
-    // process, and the device is torch's primary context.
+    // SAFETY: all callers pass what `stream_handle` (_device.py) returns for this device: the handle of torch's current
+    // stream. Torch's streams live as long as the process, and the device is torch's primary context.
     Ok(unsafe { device.borrow_stream(handle as usize, "torch") }?)
+}
+
+/// The same where there is a stream; on the CPU there is none, and work that torch was given has ended.
+pub(crate) fn stream_of(device: &SharedDevice, handle: u64) -> Result<Option<Stream>> {
+    (device.info().backend != Backend::Cpu).then(|| stream(device, handle)).transpose()
 }
 
 /// A tensor as DLPack's C table describes it, without a reference to it; the layout is DLPack's, of major version 1.
@@ -135,8 +148,9 @@ impl<'py> Table<'py> {
             return None;
         }
         let mut at = MaybeUninit::<DlTensor>::uninit();
-        // SAFETY: `tensor` is a live object of a type that `_torch.py` names as the table's own; the function fills the
-        // struct or returns an error with a Python exception set. The GIL is held.
+        // SAFETY: `tensor` is a live object, and of one of the types in `plain`: `_PLAIN` (_tensors.py) names torch's own
+        // tensor types, whose table this is. The function fills the struct or returns an error with a Python exception
+        // set. The GIL is held.
         if unsafe { (self.describe)(tensor.as_ptr().cast(), at.as_mut_ptr()) } != 0 {
             drop(PyErr::take(tensor.py()));
             return None;
@@ -204,7 +218,7 @@ impl HostView {
         };
         // SAFETY: `view` is the buffer to fill; the range is live host memory of that length for as long as `slf`
         // lives, of which the call takes a reference for the buffer's owner. Writes by the device are ordered by those
-        // who use the buffer: `forebay.AdamW.state` waits for them.
+        // who use the buffer: `State` (optim/state.py) waits for them.
         let status = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), addr, len, 0, flags) };
         if status == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
     }

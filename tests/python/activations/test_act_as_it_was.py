@@ -5,10 +5,12 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 -- its usual name
-from budget_helpers import HOWS, PASSES, recomputed
-from offload_helpers import MIN_BYTES, WIDTH, Block, Stack, assert_same, data, gradients, stack, train
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from support.budget import HOWS, PASSES, recomputed
+from support.offload import MIN_BYTES, WIDTH, Block, Stack, data, gradients, stack, train
+from support.tensors import assert_same
 
 
 class Dropped(Block):

@@ -5,12 +5,16 @@ import random
 
 import pytest
 import torch
-from budget_helpers import budgeted
-from offload_helpers import WIDTH, Stack, assert_same, data, train
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from forebay._budget import MEASURING
-from forebay._select import Clock, Probe, Sum
+from forebay._device import Clock
+from forebay._fingerprint import Fingerprint
+from forebay.activations.budget.controller import MEASURING
+from forebay.activations.budget.probe import Probe
+from support.budget import budgeted
+from support.offload import WIDTH, Stack, data, train
+from support.tensors import assert_same
 
 LARGE = 1 << 29
 
@@ -20,7 +24,7 @@ def have_everything(handle, *, leaves: bool = False) -> None:
     budget = handle._budget
 
     def ways(found):
-        if all(book.cost is None for book in budget.books.values()):
+        if all(workload.cost is None for workload in budget.workloads.values()):
             return found
         for way, kind in zip(found, budget.kinds, strict=True):
             way.recompute, way.wanted = kind.reason is None, dict.fromkeys(kind.keys, leaves)
@@ -172,13 +176,13 @@ def test_each_shape_has_its_own_operations(device: torch.device) -> None:
         for rows in (128, 40):
             for _ in range(MEASURING + 2):
                 train(model, data(device, rows=rows))
-        books = list(handle._budget.books.values())
-    assert len(books) >= 2
-    assert len({len(book.keys[0]) for book in books}) > 1, "they differ"
-    for book in books:
-        assert book.cost is not None
-        for keys, layer in zip(book.keys, book.cost["layers"], strict=True):
-            assert [str(key) for key in keys] == [tensor["name"] for tensor in layer["tensors"]]
+        workloads = list(handle._budget.workloads.values())
+    assert len(workloads) >= 2
+    assert len({len(workload.keys[0]) for workload in workloads}) > 1, "they differ"
+    for workload in workloads:
+        assert workload.cost is not None
+        for keys, layer in zip(workload.keys, workload.cost.layers, strict=True):
+            assert [str(key) for key in keys] == [tensor.name for tensor in layer.tensors]
 
 
 def test_a_layer_that_communicates_is_not_recomputed() -> None:
@@ -241,11 +245,21 @@ def test_results_that_others_write_to_are_computed_again(what: str, leaves: bool
 def test_what_is_looked_at_is_not_held_afterwards(device: torch.device) -> None:
     """Sums are of one pass, that takes no times; a swap of parts shows in them as well as other numbers do."""
     a = torch.randn(64, 1024, device=device)
-    same, swapped = Sum(a), Sum(a)
-    assert not bool(same.changed())
+    same, swapped = Fingerprint.of_storage(a), Fingerprint.of_storage(a)
+    assert not bool(same.differs())
     a[[0, 1]] = a[[1, 0]]
-    assert bool(swapped.changed())
-    assert not hasattr(swapped, "storage")
-    last = Sum(a)
+    assert bool(swapped.differs())
+    last = Fingerprint.of_storage(a)
     a.view(-1)[-1] += 1
-    assert bool(last.changed())
+    assert bool(last.differs())
+    gone = Fingerprint.of_storage(a)
+    a.untyped_storage().resize_(0)
+    assert bool(gone.differs()), "memory that was given back is not read"
+    probe = Probe(Clock(device), nn.Linear(2, 2), managed=False, fingerprints=True)
+    with probe:
+        result = torch.ones(64, 1024, device=device, requires_grad=True).sin()
+        key, storage = probe.ops[-1].key, StorageWeakRef(result.untyped_storage())
+        del result
+        assert not storage.expired()
+    assert storage.expired()
+    assert probe.unchanged() == {key}

@@ -4,16 +4,18 @@ import copy
 
 import pytest
 import torch
-from budget_helpers import Counted, CountedMeter, budgeted, by_chance, peak_of
-from offload_helpers import assert_nothing_left, assert_same
 
 import forebay
-from forebay import _budget
-from forebay._budget import MEASURING
+from forebay.activations.budget import controller as _budget
+from forebay.activations.budget.controller import MEASURING
+from support.budget import Counted, CountedMeter, budgeted, by_chance, peak_of
+from support.models import forwards_of, hf_step, tiny
+from support.offload import assert_nothing_left
+from support.sizes import seeds
+from support.tensors import assert_same
 
 transformers = pytest.importorskip("transformers")
 
-from test_act_recompute import forwards_of, hf_step, tiny  # noqa: E402 -- it needs transformers too
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 LARGE = 1 << 29
@@ -21,7 +23,7 @@ LARGE = 1 << 29
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", seeds(3))
 def test_plans_by_chance_change_no_bit(kind: str, padded: bool, seed: int, device: torch.device) -> None:
     model = tiny(kind, device)
     expected = hf_step(model, device, padded=padded)
@@ -101,7 +103,7 @@ def test_copies_are_not_offloaded(device: torch.device) -> None:
         assert handle.stats()["stored_bytes"] == before > 0
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", seeds(2))
 def test_adapters(seed: int, device: torch.device) -> None:
     peft = pytest.importorskip("peft")
     model = tiny("qwen2", device)
@@ -124,7 +126,7 @@ def test_adapters(seed: int, device: torch.device) -> None:
         assert_nothing_left(handle)
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", seeds(2))
 def test_autocast(seed: int, device: torch.device) -> None:
     model = tiny("qwen2", device)
 

@@ -5,12 +5,13 @@ import weakref
 
 import pytest
 import torch
-from budget_helpers import budgeted, peak_of, peak_outside
-from offload_helpers import WIDTH, Block, Stack, assert_nothing_left, assert_same, data, gradients, stack, train
 from torch import nn
 
 import forebay
-from forebay._budget import MEASURING, PATIENCE
+from forebay.activations.budget.controller import MEASURING, PATIENCE
+from support.budget import budgeted, peak_of, peak_outside
+from support.offload import WIDTH, Block, Stack, assert_nothing_left, data, gradients, stack, train
+from support.tensors import assert_same
 
 LARGE = 1 << 29
 
@@ -301,11 +302,11 @@ def test_figures_are_those_of_the_length_that_is_shown(meter, device: torch.devi
         for _ in range(MEASURING + 4):
             run(290)
         handle.table()
-        (book,) = handle._budget.books.values()
-        book.done = True
+        (workload,) = handle._budget.workloads.values()
+        workload.done = True
         for _ in range(3):
             peak = peak_outside(meter, lambda: run(256))
-        assert len(handle._budget.books) == 1, "the test shows nothing"
+        assert len(handle._budget.workloads) == 1, "the test shows nothing"
         shown = handle.table()[-1]
         if peak:
             assert shown["peak_bytes"] == pytest.approx(peak, rel=0.005)

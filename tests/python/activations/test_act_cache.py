@@ -5,14 +5,15 @@ import warnings
 
 import pytest
 import torch
-from budget_helpers import HOWS, PASSES, budgeted, recomputed
-from offload_helpers import assert_nothing_left, assert_same
 
 import forebay
+from support.budget import HOWS, PASSES, budgeted, recomputed
+from support.models import forwards_of, hf_step, tiny
+from support.offload import assert_nothing_left
+from support.tensors import assert_same
 
 transformers = pytest.importorskip("transformers")
 
-from test_act_recompute import forwards_of, hf_step, tiny  # noqa: E402 -- it needs transformers too
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

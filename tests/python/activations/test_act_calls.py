@@ -5,23 +5,23 @@ import types
 
 import pytest
 import torch
-from budget_helpers import HOWS, PASSES, budgeted, recomputed
-from offload_helpers import (
+from torch import nn
+
+import forebay
+from support.budget import HOWS, PASSES, budgeted, recomputed
+from support.offload import (
     ACTIVATION_BYTES,
     WIDTH,
     Block,
     Stack,
     assert_nothing_left,
-    assert_same,
     data,
     gradients,
     offloaded,
     stack,
     train,
 )
-from torch import nn
-
-import forebay
+from support.tensors import assert_same
 
 LARGE = 1 << 29
 
@@ -141,8 +141,10 @@ def test_an_input_of_all_layers_is_counted_once(device: torch.device) -> None:
         for _ in range(PASSES):
             seeded(model, data(device))
         handle.table()
-        assert [book.renewals for book in handle._budget.books.values()] == [0], "they are not taken for growth"
-        kinds = {kind.input_bytes for book in handle._budget.books.values() for kind in book.kinds.values()}
+        assert [workload.renewals for workload in handle._budget.workloads.values()] == [0], (
+            "they are not taken for growth"
+        )
+        kinds = {kind.input_bytes for workload in handle._budget.workloads.values() for kind in workload.kinds.values()}
         assert kinds - {0} == {ACTIVATION_BYTES}
 
 

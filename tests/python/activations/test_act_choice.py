@@ -5,7 +5,10 @@ import warnings
 
 import pytest
 import torch
-from offload_helpers import (
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import forebay
+from support.offload import (
     ACTIVATION_BYTES,
     ROWS,
     WIDTH,
@@ -13,7 +16,6 @@ from offload_helpers import (
     Of,
     Stack,
     assert_nothing_left,
-    assert_same,
     data,
     engines,
     gradients,
@@ -21,9 +23,7 @@ from offload_helpers import (
     stack,
     train,
 )
-from torch.multiprocessing.reductions import StorageWeakRef
-
-import forebay
+from support.tensors import assert_same
 
 
 def stored(model: torch.nn.Module, x: torch.Tensor, **options: object) -> float:
@@ -175,8 +175,8 @@ def test_what_cannot_be_copied_stays(device: torch.device) -> None:
 @pytest.mark.parametrize("link", ["fast", "slow"])
 def test_sources_go_at_a_fixed_point(link: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """How fast copies are changes nothing about what is alive when."""
-    from forebay import _saved
     from forebay._core import Activations
+    from forebay.activations import saved as _saved
 
     if link == "slow" and device.type == "cpu":
         monkeypatch.setattr(_saved, "open_engine", lambda _, *numbers: Activations("cpu", *numbers, 2e7))
@@ -217,9 +217,9 @@ def test_uses_in_reverse_order_are_fetched_ahead(device: torch.device) -> None:
     fetches, ahead = [], []
     fetch = engine.fetch
 
-    def watched(entry, length, now, stream):
+    def watched(entry, length, *, now, stream):
         (fetches if now else ahead).append(entry)
-        fetch(entry, length, now, stream)
+        fetch(entry, length, now=now, stream=stream)
 
     engine.fetch = watched
     for one in reversed(packed):

@@ -4,7 +4,9 @@ import gc
 
 import pytest
 import torch
-from offload_helpers import Block, Stack, assert_nothing_left, assert_same, gradients, offloaded, train
+
+from support.offload import Block, Stack, assert_nothing_left, gradients, offloaded, train
+from support.tensors import assert_same
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CUDA = torch.device("cuda", 0)
@@ -159,9 +161,9 @@ def test_no_memory_to_fetch_ahead_is_no_error(monkeypatch: pytest.MonkeyPatch) -
         fetch = engine.fetch
         engine.now = False
 
-        def watched(entry, length, now, stream):
+        def watched(entry, length, *, now, stream):
             engine.now = now
-            fetch(entry, length, now, stream)
+            fetch(entry, length, now=now, stream=stream)
 
         engine.fetch = watched
         monkeypatch.setattr(torch, "empty", scarce)

@@ -2,35 +2,10 @@
 
 import pytest
 import torch
-from offload_helpers import WIDTH, Of, Stack, assert_nothing_left, compare, data, offloaded, stack, train
 
 import forebay
-
-# Each makes a layer save something that a copy by address or by tensor would get wrong.
-FUNCTIONS = {
-    "h h^T h": lambda x, w: (x @ w) @ (x @ w).T @ (x @ w),
-    "one h, three times": lambda x, w: (lambda h: h @ h.T @ h)(x @ w),
-    "a tensor and its transpose": lambda x, w: (lambda h: h * h.T.contiguous().T + (h.T @ h).sum())(x @ w),
-    "slices": lambda x, w: (lambda h: torch.cat([h[:, :40].tanh() * h[:, 24:], h[:, :24]], dim=1))(x @ w),
-    "small slices": lambda x, w: (lambda h: h + (h[:20] * h[70:90]).sum())(x @ w),
-    "chunks": lambda x, w: (lambda a, b: torch.cat([a * b, b.exp()], dim=1))(*(x @ w).chunk(2, dim=1)),
-    "rows apart": lambda x, w: (lambda h: h + (h[::2].exp() * h[1::2]).sum())(x @ w),
-    "the same tensor twice": lambda x, w: (lambda h: h * h + h.sin() * h)(x @ w),
-    "the parameter itself": lambda x, w: x @ w * w.sum() + (w * w).sum(),
-    "views of the parameter": lambda x, w: (x @ w.t()) @ w + x @ w.view(-1).view(WIDTH, WIDTH).tanh(),
-    "detached from the parameter": lambda x, w: (x * w.detach()[0]).exp() @ w,
-    "data of the parameter": lambda x, w: (x @ w.data).sin() @ w,
-    "expanded": lambda x, w: (x @ w) * (x @ w).mean(0, keepdim=True).expand(x.shape[0], -1).exp(),
-    "permuted": lambda x, w: (x @ w).view(-1, 8, 8).permute(2, 0, 1).exp().permute(1, 2, 0).reshape(-1, WIDTH),
-    "complex": lambda x, w: torch.fft.ifft(torch.fft.fft(x @ w) * torch.fft.fft(x)).real,
-    "conjugated": lambda x, w: (lambda f: (f * f.conj() * f.conj()).real)(torch.fft.fft(x @ w)),
-    "half precision": lambda x, w: ((x.bfloat16() @ w.bfloat16()).exp() * x.bfloat16()).float(),
-    "double precision": lambda x, w: ((x.double() @ w.double()).exp()).float(),
-    "indices": lambda x, w: (x @ w).gather(1, (x.argsort(1))).exp(),
-    "masks": lambda x, w: torch.where(x > 0, (x @ w).exp(), (x @ w).sin()),
-    "padded": lambda x, w: torch.nn.functional.pad((x @ w), (1, 1))[:, 1:-1].exp(),
-    "as strided": lambda x, w: (lambda h: h.as_strided((40, 50), (2, 64), 3).exp().sum() + h)(x @ w),
-}
+from support.models import FUNCTIONS
+from support.offload import WIDTH, Of, Stack, assert_nothing_left, compare, data, offloaded, stack, train
 
 
 @pytest.mark.parametrize("what", FUNCTIONS)

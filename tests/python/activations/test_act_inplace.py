@@ -4,9 +4,9 @@ import re
 
 import pytest
 import torch
-from offload_helpers import WIDTH, Of, Stack, data, offloaded
 
 import forebay
+from support.offload import WIDTH, Of, Stack, data, offloaded
 
 # What is saved, and what then changes it.
 CHANGES = {

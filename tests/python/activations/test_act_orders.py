@@ -5,14 +5,17 @@ import dataclasses
 
 import pytest
 import torch
-from offload_helpers import (
+from torch.utils.checkpoint import checkpoint
+
+import forebay
+from forebay.activations import frames
+from support.offload import (
     ROWS,
     WIDTH,
     Block,
     Of,
     Stack,
     assert_nothing_left,
-    assert_same,
     assert_same_in_threads,
     compare,
     data,
@@ -22,10 +25,7 @@ from offload_helpers import (
     stack,
     train,
 )
-from torch.utils.checkpoint import checkpoint
-
-import forebay
-from forebay import _layers
+from support.tensors import assert_same
 
 
 def test_forward_without_grad_in_train_mode(device: torch.device) -> None:
@@ -245,7 +245,7 @@ def test_recomputation_by_the_user(
 ) -> None:
     calls = []
     if torch_is_old:
-        monkeypatch.setattr(_layers, "_top_hooks", None)
+        monkeypatch.setattr(frames, "_top_hooks", None)
 
     class Layer(Block):
         def body(self, x: torch.Tensor) -> torch.Tensor:

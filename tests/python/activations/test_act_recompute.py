@@ -4,11 +4,13 @@ import copy
 
 import pytest
 import torch
-from offload_helpers import ACTIVATION_BYTES, Block, Stack, assert_nothing_left, assert_same, data, offloaded, train
 
 import forebay
+from support.models import forwards_of, hf_step, tiny
+from support.offload import ACTIVATION_BYTES, Block, Stack, assert_nothing_left, data, offloaded, train
+from support.tensors import assert_same
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -51,36 +53,6 @@ def test_without_recomputation_nothing_is_recomputed(device: torch.device) -> No
         assert count(lambda: train(model, data(device))) == 3
 
 
-def tiny(kind: str, device: torch.device):
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 97,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    config, model = {
-        "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-    }[kind]
-    return model(config(**sizes, attn_implementation="sdpa")).to(device).train()
-
-
-def hf_step(model, device: torch.device, *, padded: bool = False) -> list[torch.Tensor]:
-    tokens = torch.randint(3, 97, (2, 96), generator=torch.Generator().manual_seed(5)).to(device)
-    mask = torch.ones_like(tokens)
-    if padded:
-        mask[1, :30] = 0
-    model.zero_grad(set_to_none=True)
-    model(input_ids=tokens, attention_mask=mask if padded else None, labels=tokens).loss.backward()
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-
-
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
 @pytest.mark.parametrize("options", [{}, {"fraction": 0.5}, {"fraction": "auto"}, {"recompute": True}], ids=str)
 @pytest.mark.parametrize("padded", [False, True])
@@ -94,14 +66,6 @@ def test_models_of_transformers_unchanged(kind: str, options: dict, padded: bool
         assert stats["stored_bytes"] > 0 < stats["fetched_bytes"]
         assert_nothing_left(handle)
     assert_same(expected, hf_step(model, device, padded=padded))
-
-
-def forwards_of(model) -> list[int]:
-    """Have every layer count its forward passes."""
-    calls: list[int] = []
-    for i, layer in enumerate(model.model.layers):
-        layer.mlp.register_forward_pre_hook(lambda *_, i=i: calls.append(i))
-    return calls
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

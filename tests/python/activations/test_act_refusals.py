@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from offload_helpers import Block, Stack, data, stack, train
 
 import forebay
+from support.offload import Block, Stack, data, stack, train
 
 CPU = torch.device("cpu")
 

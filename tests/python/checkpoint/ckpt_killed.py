@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import kill_loop
 import torch
 
 from forebay import checkpoint
+from support import kill_loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable

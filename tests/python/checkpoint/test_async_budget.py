@@ -11,20 +11,14 @@ from unittest import mock
 
 import pytest
 import torch
-from async_helpers import (
-    ELEMENTS,
-    PAGE,
-    assert_same,
-    build,
-    eventually,
-    held,
-    python,
-    train,
-    values,
-)
 
 import forebay
-from forebay import _core, _snapshot, checkpoint
+from forebay import _core, checkpoint
+from forebay.checkpoint import snapshot as _snapshot
+from forebay.checkpoint import writer
+from support.processes import python
+from support.saves import ELEMENTS, PAGE, build, eventually, held, train, values
+from support.tensors import assert_same
 
 pytestmark = pytest.mark.usefixtures("no_save_is_left")
 
@@ -57,7 +51,7 @@ def load_into_model(model: Words) -> None:
 @pytest.mark.parametrize("make", [forebay.AdamW, torch.optim.AdamW])
 @pytest.mark.parametrize("change", [look_up, in_place, load_into_model])
 def test_a_change_that_is_no_step_is_not_saved(
-    change: Any, make: Any, budget: int | None, device: str, tmp_path: Path
+    change: Any, make: Any, budget: int | None, device: torch.device, tmp_path: Path
 ) -> None:
     model = Words().to(device)
     optimizers: list[torch.optim.Optimizer] = [make(model.parameters(), lr=0.1)]
@@ -84,7 +78,7 @@ import os, sys, torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 import forebay
-from async_helpers import *
+from support.saves import *
 os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 model = torch.nn.Linear(64, 64)
@@ -111,7 +105,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("change", ["load_state_dict", "refresh_master_weights"])
-def test_state_that_is_not_pinned_waits_too(change: str, device: str, tmp_path: Path) -> None:
+def test_state_that_is_not_pinned_waits_too(change: str, device: torch.device, tmp_path: Path) -> None:
     model = torch.nn.Linear(40, 30, dtype=torch.bfloat16, device=device)
     optimizer = forebay.AdamW(model.parameters(), placement="resident")
     train(model, [optimizer], 0)
@@ -151,7 +145,7 @@ def test_a_forked_child_does_not_wait_for_its_parents_writer(tmp_path: Path) -> 
     code = """
 import os, signal, sys
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # torch's AdamW does not work in a forked child where it has seen a GPU
-from async_helpers import *
+from support.saves import *
 torch.set_num_threads(1)
 model, optimizers = build("torch", sizes=((8, 8),))
 train(model, optimizers, 0)
@@ -175,7 +169,7 @@ assert_same(values(model, optimizers), kept)
 def test_a_forked_child_loads_while_its_parents_writer_is_at_work(tmp_path: Path) -> None:
     code = """
 import os, signal, sys
-from async_helpers import *
+from support.saves import *
 torch.set_num_threads(1)
 model, optimizers = build("masters", sizes=((8, 8),))
 train(model, optimizers, 0)
@@ -198,7 +192,7 @@ handle.result()
 
 
 @pytest.mark.parametrize("kind", ["torch", "resident", "f32", "masters", "two"])
-def test_all_copies_are_within_the_budget(kind: str, device: str, tmp_path: Path) -> None:
+def test_all_copies_are_within_the_budget(kind: str, device: torch.device, tmp_path: Path) -> None:
     model, optimizers = build(kind, device=device)
     train(model, optimizers, 0)
     everything = sum(value.nbytes for value in values(model, optimizers).values())
@@ -269,6 +263,8 @@ def test_memory_is_kept_for_the_next_save_of_several_optimizers(tmp_path: Path) 
 
 
 def test_two_snapshots_do_not_share_the_memory_of_parameters() -> None:
+    # Other tests of this process may have left the memory of other devices.
+    checkpoint.release()
     first, second = torch.full((50_000,), 1.0), torch.full((50_000,), 2.0)
     one = _snapshot.Snapshot({"a": first}, [], None)
     other = _snapshot.Snapshot({"a": second}, [], None)
@@ -326,13 +322,13 @@ def test_nothing_is_alive_after_a_save(tmp_path: Path) -> None:
 def test_views_of_state_are_of_the_moment_too(
     budget: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begins, write = threading.Event(), checkpoint._write
+    begins, write = threading.Event(), writer.write_state
 
     def late(*arguments: Any) -> None:
         assert begins.wait(20)
         write(*arguments)
 
-    monkeypatch.setattr(checkpoint, "_write", late)
+    monkeypatch.setattr(writer, "write_state", late)
     model, optimizers = build()
     train(model, optimizers, 0)
     moment = optimizers[0].state[model[0]]["exp_avg"]

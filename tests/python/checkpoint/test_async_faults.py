@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import queue
 import shutil
 import threading
 import weakref
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,21 +15,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from async_helpers import (
-    ELEMENTS,
-    PAGE,
-    assert_holds,
-    assert_same,
-    build,
-    end_of_saves,
-    held,
-    python,
-    train,
-    values,
-)
 
 import forebay
-from forebay import _core, _snapshot, _storage, checkpoint
+from forebay import _core, checkpoint
+from forebay.checkpoint import contents, ranks
+from forebay.checkpoint import snapshot as _snapshot
+from forebay.optim.options import check_options
+from support.processes import python
+from support.saves import ELEMENTS, PAGE, assert_holds, build, end_of_saves, held, train, values
+from support.tensors import assert_same
 
 pytestmark = pytest.mark.usefixtures("no_save_is_left")
 
@@ -44,13 +40,13 @@ def saved_once(path: Path) -> tuple[torch.nn.ParameterList, Any, dict[str, torch
 
 def broken(path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     """Let the folder of a save vanish before this method of the writer."""
-    original = getattr(_storage.Writer, moment)
+    original = getattr(checkpoint.Writer, moment)
 
-    def vanish(self: _storage.Writer, *arguments: object, **named: object) -> object:
+    def vanish(self: checkpoint.Writer, *arguments: object, **named: object) -> object:
         shutil.rmtree(path / "00000002")
         return original(self, *arguments, **named)
 
-    monkeypatch.setattr(_storage.Writer, moment, vanish)
+    monkeypatch.setattr(checkpoint.Writer, moment, vanish)
 
 
 @pytest.mark.parametrize("budget", [None, 0])
@@ -94,6 +90,82 @@ def test_an_error_nobody_asked_for_comes_with_the_next_save(
     assert_holds(tmp_path, "f32", values(model, optimizers))
 
 
+class Caller:
+    """A thread that does what it is told."""
+
+    def __init__(self) -> None:
+        self._tasks: queue.Queue[Any] = queue.Queue()
+        self._outcomes: queue.Queue[Any] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            try:
+                self._outcomes.put(task())
+            except Exception as error:
+                self._outcomes.put(error)
+
+    def run(self, task: Any) -> Any:
+        """Return what a function returns in the thread, or what it raises there."""
+        self._tasks.put(task)
+        return self._outcomes.get(timeout=50)
+
+    def end(self) -> None:
+        """End the thread."""
+        self._tasks.put(None)
+        self._thread.join(20)
+
+
+def failed_elsewhere(tmp_path: Path, model: torch.nn.Module) -> Caller:
+    """Return a thread whose save to a path that is a file has failed, and was not asked about."""
+    (tmp_path / "file").touch()
+    caller = Caller()
+    assert caller.run(lambda: checkpoint.async_save(tmp_path / "file", model)._done.wait(20)) is True
+    return caller
+
+
+@pytest.mark.parametrize("following", ["save", "async_save"])
+@pytest.mark.parametrize("other", ["save", "async_save"])
+def test_a_failure_is_raised_in_the_thread_that_saved(following: str, other: str, tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    caller = failed_elsewhere(tmp_path, model)
+    # Another run in another thread, which has nothing to do with it.
+    for _ in range(2):
+        getattr(checkpoint, other)(tmp_path / "other", model)
+    error = caller.run(lambda: getattr(checkpoint, following)(tmp_path / "next", model))
+    assert isinstance(error, forebay.StorageError)
+    assert "file" in str(error)
+    assert not isinstance(caller.run(lambda: checkpoint.save(tmp_path / "next", model)), Exception)
+    caller.end()
+    end_of_saves()
+    assert len(list((tmp_path / "other").glob("*/manifest.json"))) == 2
+
+
+def test_a_failure_is_raised_by_the_next_save_to_its_path(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    caller = failed_elsewhere(tmp_path, model)
+    # A program may start a new thread for each save.
+    caller.end()
+    (tmp_path / "file").unlink()
+    with pytest.raises(forebay.StorageError, match="file"):
+        checkpoint.save(tmp_path / "file", model)
+    checkpoint.save(tmp_path / "file", model)
+
+
+def test_a_failure_that_no_save_could_raise_is_printed_at_exit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    failed_elsewhere(tmp_path, model).end()
+    checkpoint.async_save(tmp_path / "other", model).result()
+    checkpoint.handle.print_failures()
+    printed = capsys.readouterr().err
+    assert printed.startswith("forebay: an earlier checkpoint was not saved: StorageError: cannot create ")
+    assert printed.count("\n") == 1
+    end_of_saves()
+
+
 def test_an_error_that_is_kept_holds_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizers, _ = saved_once(tmp_path)
     extra = torch.zeros(1000)
@@ -113,7 +185,7 @@ def test_an_error_that_is_kept_holds_no_state(tmp_path: Path, monkeypatch: pytes
 
 DISK = """
 import resource, signal, sys
-from async_helpers import *
+from support.saves import *
 path = Path(sys.argv[1])
 model, optimizers = build()
 train(model, optimizers, 0)
@@ -219,8 +291,9 @@ def load_without_masters(path: Path, model: Any, optimizer: Any) -> Any:
 def load_checkpoint(path: Path, model: Any, optimizer: Any) -> Any:
     def load() -> None:
         # By DCP, straight into weights and state; `checkpoint.load` would wait for the save first.
-        with checkpoint._quietly():
-            dcp.load(checkpoint._state(model, [optimizer]), storage_reader=checkpoint.Reader(path / "other"))
+        with ranks.quietly(), ExitStack() as laid_out:
+            state = contents.contents_of(model, [optimizer], laid_out, whole=True)
+            dcp.load(state, storage_reader=checkpoint.Reader(path / "other"))
 
     return load
 
@@ -228,7 +301,7 @@ def load_checkpoint(path: Path, model: Any, optimizer: Any) -> Any:
 def refresh(path: Path, model: Any, optimizer: Any) -> Any:
     def change() -> None:
         # The weights are copied, or written first; only then may this change them.
-        assert checkpoint._earlier[0]._snapshot.live.written.wait(20)
+        assert checkpoint.handle.current[0]._snapshot.live.written.wait(20)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(1)
@@ -290,13 +363,13 @@ def test_a_closed_optimizer_is_refused_as_a_plain_save_refuses_it(tmp_path: Path
 def test_what_cannot_be_trusted_at_the_call_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizers, kept = saved_once(tmp_path)
     mended = threading.Event()
-    prepare = _storage.Writer.prepare_local_plan
+    prepare = checkpoint.Writer.prepare_local_plan
 
-    def later(self: _storage.Writer, plan: Any) -> Any:
+    def later(self: checkpoint.Writer, plan: Any) -> Any:
         assert mended.wait(20)
         return prepare(self, plan)
 
-    monkeypatch.setattr(_storage.Writer, "prepare_local_plan", later)
+    monkeypatch.setattr(checkpoint.Writer, "prepare_local_plan", later)
     optimizers[0].distrust("half of it was read")
     handle = checkpoint.async_save(tmp_path, model, optimizers)
     # Mended from here on, but not what was saved. `checkpoint.load` would wait for the save.
@@ -312,7 +385,7 @@ def test_a_copy_for_which_there_is_no_memory_fails_the_save_and_not_the_step(tmp
     done = python(
         """
 import resource, sys
-from async_helpers import *
+from support.saves import *
 path = Path(sys.argv[1])
 model, optimizers = build(sizes=((4000, 4000),))
 train(model, optimizers, 0)
@@ -343,7 +416,7 @@ print("saved")
 
 
 def test_a_snapshot_of_an_engine_without_state() -> None:
-    engine = _core.Engine("cpu", 4, 1 << 16)
+    engine = _core.Optimizer("cpu", "adamw", check_options(forebay.AdamW, {"chunk_bytes": 1 << 16}))
     snapshot = _core.Snapshot([engine], 0)
     assert snapshot.is_safe()
     assert snapshot.stats() == (0, 0, 0, 0, 0)

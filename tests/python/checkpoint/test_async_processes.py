@@ -8,13 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from async_helpers import PAGE, assert_holds, build, python, train, values
 
-KILLS = int(os.environ.get("FOREBAY_KILLS", "100"))
+from support.processes import environment, python
+from support.saves import PAGE, assert_holds, build, train, values
+from support.sizes import times
+
+KILLS = int(os.environ.get("FOREBAY_KILLS") or times(40, 1000))
+LIMIT_S = 60 + KILLS
 
 UNFINISHED = """
-import sys
-from async_helpers import *
+import os, sys
+from support.saves import *
 path, how = Path(sys.argv[1]), sys.argv[2]
 model, optimizers = build()
 train(model, optimizers, 0)
@@ -37,16 +41,16 @@ def test_a_process_that_ends_completes_its_save(how: str, status: int, tmp_path:
     assert_holds(tmp_path, "f32", values(model, optimizers), {"step": 1})
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(LIMIT_S + 10)
 def test_killed_at_random_moments_of_training_the_last_complete_checkpoint_loads(tmp_path: Path) -> None:
     program = Path(__file__).parent / "async_killed.py"
     seed = int.from_bytes(os.urandom(4), "little")
     done = subprocess.run(
         [sys.executable, program, tmp_path / "run", str(KILLS), str(seed)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=environment(),
         capture_output=True,
         text=True,
-        timeout=140,
+        timeout=LIMIT_S,
     )
     assert done.returncode == 0, f"seed {seed}: {done.stderr[-3000:]}"
     kills, inside, last = done.stdout.split()
@@ -58,7 +62,7 @@ def test_killed_at_random_moments_of_training_the_last_complete_checkpoint_loads
 
 MEMORY = """
 import sys
-from async_helpers import *
+from support.saves import *
 
 def peak(what):
     return int(next(line for line in open("/proc/self/status") if line.startswith(what)).split()[1]) << 10

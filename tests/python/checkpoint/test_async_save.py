@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import threading
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from async_helpers import (
+
+import forebay
+from forebay import _core, checkpoint
+from forebay.checkpoint import writer
+from support.processes import python
+from support.saves import (
     ELEMENTS,
     PAGE,
     RUNS,
     assert_holds,
-    assert_same,
     build,
     end_of_saves,
     eventually,
     held,
-    python,
     threads_of_saves,
     train,
     values,
 )
-
-import forebay
-from forebay import _core, checkpoint
+from support.tensors import assert_same
 
 BUDGETS = {"none": None, "small": 4 * ELEMENTS + PAGE, "no": 0}
 
@@ -35,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("no_save_is_left")
 
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("kind", RUNS)
-def test_the_moment_of_the_call_is_saved(kind: str, budget: str, device: str, tmp_path: Path) -> None:
+def test_the_moment_of_the_call_is_saved(kind: str, budget: str, device: torch.device, tmp_path: Path) -> None:
     model, optimizers = build(kind, device=device)
     train(model, optimizers, 0, 1)
     kept = values(model, optimizers)
@@ -103,13 +105,13 @@ def test_buffers_and_frozen_parameters_are_of_the_moment_too(tmp_path: Path) -> 
 
 def test_state_in_another_order_is_of_the_moment_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has to be put in order for the file, which must not happen behind the engine's back."""
-    begins, write = threading.Event(), checkpoint._write
+    begins, write = threading.Event(), writer.write_state
 
     def late(*arguments: Any) -> None:
         begins.wait()
         write(*arguments)
 
-    monkeypatch.setattr(checkpoint, "_write", late)
+    monkeypatch.setattr(writer, "write_state", late)
     ordered = torch.randn(40, 30, 3, 3).to(memory_format=torch.channels_last)
     model = torch.nn.ParameterList([torch.randn(50, 70).t(), ordered])
     optimizer = forebay.AdamW(model.parameters())
@@ -265,7 +267,7 @@ def test_it_gives_way_and_a_plain_save_does_not(tmp_path: Path) -> None:
         asynchronous = gate.manners.copy()
         checkpoint.save(tmp_path, model, optimizers)
         plain = gate.manners[len(asynchronous) :]
-        checkpoint.async_save(tmp_path, model, optimizers, write_gbps=2.5).result()
+        checkpoint.async_save(tmp_path, model, optimizers, write_gbps=Fraction(5, 2)).result()
     assert all(manner["gives_way"] and manner["bytes_per_s"] is None for manner in asynchronous)
     assert not any(manner["gives_way"] or manner["snapshot"] for manner in plain)
     assert gate.manners[-1]["bytes_per_s"] == 2.5e9

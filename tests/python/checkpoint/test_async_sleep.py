@@ -11,24 +11,16 @@ from unittest import mock
 
 import pytest
 import torch
-from async_helpers import (
-    ELEMENTS,
-    PAGE,
-    RUNS,
-    assert_holds,
-    assert_same,
-    build,
-    eventually,
-    held,
-    train,
-    values,
-)
 
 import forebay
-from forebay import _core, _snapshot, checkpoint
+from forebay import _core, checkpoint
+from forebay.checkpoint import snapshot as _snapshot
+from support.saves import ELEMENTS, PAGE, RUNS, assert_holds, build, eventually, held, train, values
+from support.sizes import times
+from support.tensors import assert_same
 
 BUDGETS = {"all": None, "weights": 4 * ELEMENTS, "nothing": 0}
-RUNS_IN_ANY_ORDER = 12
+RUNS_IN_ANY_ORDER = times(4, 40)
 
 
 pytestmark = pytest.mark.usefixtures("no_save_is_left")
@@ -36,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("no_save_is_left")
 
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("kind", RUNS)
-def test_sleep_during_a_save(kind: str, budget: str, device: str, tmp_path: Path) -> None:
+def test_sleep_during_a_save(kind: str, budget: str, device: torch.device, tmp_path: Path) -> None:
     model, optimizers = build(kind, device=device)
     train(model, optimizers, 0, 1)
     kept = values(model, optimizers)
@@ -64,7 +56,7 @@ def test_sleep_during_a_save(kind: str, budget: str, device: str, tmp_path: Path
     assert_same(values(model, optimizers), values(twin, its))
 
 
-def test_sleep_waits_for_weights_that_were_not_copied(device: str, tmp_path: Path) -> None:
+def test_sleep_waits_for_weights_that_were_not_copied(device: torch.device, tmp_path: Path) -> None:
     model, optimizers = build(device=device)
     train(model, optimizers, 0)
     model.zero_grad()
@@ -90,7 +82,7 @@ def test_sleep_waits_for_weights_that_were_not_copied(device: str, tmp_path: Pat
     assert model[0].untyped_storage().nbytes() == 0
 
 
-def test_an_interrupted_sleep_spoils_no_save(device: str, tmp_path: Path) -> None:
+def test_an_interrupted_sleep_spoils_no_save(device: torch.device, tmp_path: Path) -> None:
     model, optimizers = build("masters", device=device)
     train(model, optimizers, 0)
     kept = values(model, optimizers)
@@ -114,7 +106,7 @@ def test_an_interrupted_sleep_spoils_no_save(device: str, tmp_path: Path) -> Non
 class AnyOrder:
     """A run of which a random number says what happens next."""
 
-    def __init__(self, path: Path, device: str, seed: int) -> None:
+    def __init__(self, path: Path, device: torch.device, seed: int) -> None:
         self.choose = random.Random(seed)
         self.path, self.device = path, device
         self.kind = self.choose.choice(["f32", "masters", "amsgrad", "two", "resident"])
@@ -207,7 +199,7 @@ def named(model: torch.nn.Module, optimizers: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("number", range(RUNS_IN_ANY_ORDER))
-def test_steps_saves_sleeps_loads_and_failures_in_any_order(number: int, device: str, tmp_path: Path) -> None:
+def test_steps_saves_sleeps_loads_and_failures_in_any_order(number: int, device: torch.device, tmp_path: Path) -> None:
     seed = int.from_bytes(os.urandom(4), "little")
     run = AnyOrder(tmp_path, device, seed)
     acts = ("step", "step", "save", "save", "fail", "end", "sleep", "wake", "wake", "load")

@@ -9,11 +9,13 @@ from unittest import mock
 
 import pytest
 import torch
-from async_helpers import WRITE, assert_holds, assert_same, build, end_of_saves, held, python, train, values
-from ckpt_helpers import in_child
 
 import forebay
 from forebay import _core, checkpoint
+from forebay.checkpoint import contents
+from support.processes import in_child, python
+from support.saves import WRITE, assert_holds, build, end_of_saves, held, train, values
+from support.tensors import assert_same
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,14 +50,14 @@ def test_a_load_has_what_this_process_was_saving(tmp_path: Path) -> None:
 
 def test_a_load_is_of_one_checkpoint_though_another_process_completes_the_next(tmp_path: Path) -> None:
     first, _ = saved(tmp_path / "run", 0), saved(tmp_path / "next", 0, 1)
-    extra_of = checkpoint._extra
+    extra_of = contents.extra_of
 
     def meanwhile(reader: Any) -> Any:
         extra = extra_of(reader)
         shutil.copytree(tmp_path / "next/00000001", tmp_path / "run/00000002")
         return extra
 
-    with mock.patch.object(checkpoint, "_extra", meanwhile):
+    with mock.patch.object(contents, "extra_of", meanwhile):
         assert_holds(tmp_path / "run", "f32", first, {"steps": 1})
 
 
@@ -116,15 +118,15 @@ def test_a_save_that_may_not_wait_does_not_wait_for_another_threads_call(tmp_pat
 
 def test_a_signals_handler_may_save_while_a_save_begins(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
-    state_of = checkpoint._state
+    contents_of = contents.contents_of
 
-    def interrupted(*arguments: Any) -> Any:
+    def interrupted(*arguments: Any, **named: Any) -> Any:
         # A handler runs in the main thread, between any two of its instructions.
-        with mock.patch.object(checkpoint, "_state", state_of):
+        with mock.patch.object(contents, "contents_of", contents_of):
             checkpoint.save(tmp_path / "handler", model)
-        return state_of(*arguments)
+        return contents_of(*arguments, **named)
 
-    with mock.patch.object(checkpoint, "_state", interrupted):
+    with mock.patch.object(contents, "contents_of", interrupted):
         checkpoint.async_save(tmp_path / "run", model).result()
     assert (tmp_path / "handler/00000001/manifest.json").exists()
 
@@ -205,7 +207,7 @@ def test_what_was_told_is_not_told_again_at_exit(tmp_path: Path, capsys: pytest.
     handle = checkpoint.async_save(tmp_path / "file", torch.nn.Linear(2, 2))
     with pytest.raises(forebay.StorageError):
         handle.result()
-    checkpoint._tell_at_exit()
+    checkpoint.handle.print_failures()
     assert capsys.readouterr().err == ""
 
 

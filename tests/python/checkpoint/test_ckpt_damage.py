@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from ckpt_helpers import Net, assert_same, files, in_child, pair, read_manifest, seal, snapshot, train
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import forebay
 from forebay import checkpoint
+from support.checkpoint import Net, files, pair, read_manifest, seal, snapshot, train
+from support.processes import in_child
+from support.tensors import assert_same
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from async_helpers import python
+from support.processes import python
 
 
 def test_under_a_default_device(tmp_path: Path) -> None:
     """It stands for "cuda": whatever is made without a word has no memory on the host."""
     code = """
 import sys
-from async_helpers import *
+from support.saves import *
 model = torch.nn.Linear(64, 64)
 model.register_buffer("empty", torch.empty(0, 3))
 optimizer = forebay.AdamW(model.parameters(), lr=torch.tensor(0.5))

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from ckpt_helpers import assert_same, folders, in_child, pair, snapshot, train
 
 import forebay
-from forebay import _storage, checkpoint
+from forebay import checkpoint
+from support.checkpoint import folders, pair, snapshot, train
+from support.processes import in_child
+from support.tensors import assert_same
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -249,9 +251,9 @@ def test_a_folder_that_vanishes_during_a_save(
     path = tmp_path / "run"
     model, optimizer, kept = saved_once(path)
     method = "write_data" if moment == "before the data" else "finish"
-    original = getattr(_storage.Writer, method)
+    original = getattr(checkpoint.Writer, method)
 
-    def vanish(self: _storage.Writer, *arguments: object, **named: object) -> object:
+    def vanish(self: checkpoint.Writer, *arguments: object, **named: object) -> object:
         if what == "path":
             path.rename(tmp_path / "moved")
         else:
@@ -259,7 +261,7 @@ def test_a_folder_that_vanishes_during_a_save(
         return original(self, *arguments, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_storage.Writer, method, vanish)
+        patch.setattr(checkpoint.Writer, method, vanish)
         with pytest.raises(
             forebay.StorageError, match=f"cannot (write|find) {path}/00000002/0-0.safetensors"
         ) as caught:
@@ -288,13 +290,13 @@ def test_a_checkpoint_that_vanished_before_it_was_loaded(tmp_path: Path) -> None
 def test_a_checkpoint_that_vanishes_while_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run"
     model, optimizer, _ = saved_once(path)
-    original = _storage.Reader.read_data
+    original = checkpoint.Reader.read_data
 
-    def vanish(self: _storage.Reader, *arguments: object) -> object:
+    def vanish(self: checkpoint.Reader, *arguments: object) -> object:
         shutil.rmtree(path)
         return original(self, *arguments)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr(_storage.Reader, "read_data", vanish)
+        patch.setattr(checkpoint.Reader, "read_data", vanish)
         with pytest.raises(forebay.StorageError, match=f"cannot read {path}/00000001/0-0.safetensors"):
             checkpoint.load(path, model, optimizer)

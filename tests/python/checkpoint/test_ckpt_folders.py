@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from ckpt_helpers import assert_same, folders, in_child, pair, snapshot, train
 from torch.distributed import checkpoint as dcp
 
 import forebay
-from forebay import _core, _progress, _storage, checkpoint
+from forebay import _core, checkpoint
+from forebay.checkpoint import progress as _progress
+from support.checkpoint import folders, pair, snapshot, train
+from support.processes import in_child
+from support.tensors import assert_same
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,14 +59,14 @@ def test_keep_last_has_to_be_a_number(keep: object, tmp_path: Path) -> None:
 def test_the_old_ones_are_there_until_the_new_one_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(1, 3):
         save(tmp_path, number)
-    original = _storage.Writer.finish
+    original = checkpoint.Writer.finish
     seen = []
 
-    def look(self: _storage.Writer, **arguments: object) -> None:
+    def look(self: checkpoint.Writer, **arguments: object) -> None:
         seen.append((loaded(tmp_path), folders(tmp_path), sorted(p.name for p in tmp_path.glob("*/manifest.json"))))
         original(self, **arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(_storage.Writer, "finish", look)
+    monkeypatch.setattr(checkpoint.Writer, "finish", look)
     save(tmp_path, 3, keep_last=1)
     assert seen == [(2, ["00000001", "00000002", "00000003"], ["manifest.json"] * 2)]
     assert folders(tmp_path) == ["00000003"]
@@ -72,15 +75,15 @@ def test_the_old_ones_are_there_until_the_new_one_is_complete(tmp_path: Path, mo
 def test_a_commit_that_fails_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(1, 3):
         save(tmp_path, number)
-    original = _storage.Writer.finish
+    original = checkpoint.Writer.finish
 
-    def harm(self: _storage.Writer, **arguments: object) -> None:
+    def harm(self: checkpoint.Writer, **arguments: object) -> None:
         # The manifest cannot be renamed into place.
         (tmp_path / "00000003" / "manifest.json" / "in the way").mkdir(parents=True)
         original(self, **arguments)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr(_storage.Writer, "finish", harm)
+        patch.setattr(checkpoint.Writer, "finish", harm)
         with pytest.raises(forebay.StorageError, match="cannot rename"):
             save(tmp_path, 3, keep_last=1)
     assert loaded(tmp_path) == 2
@@ -211,7 +214,7 @@ def test_an_interrupted_load_is_distrusted(tmp_path: Path, monkeypatch: pytest.M
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(_storage.Reader, "_read_staged", interrupt)
+        patch.setattr(checkpoint.Reader, "_read_staged", interrupt)
         with pytest.raises(BaseException, match="KeyboardInterrupt"):
             checkpoint.load(tmp_path, model, optimizer)
     with pytest.raises(forebay.CheckpointError, match="KeyboardInterrupt"):

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from ckpt_helpers import pair, python, train
 
 import forebay
 from forebay import _core, checkpoint
+from support.checkpoint import pair, train
+from support.processes import python_in_silence
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,7 +71,7 @@ print(saved, loaded)
 
 
 def test_neither_way_takes_a_second_copy(tmp_path: Path) -> None:
-    saved, loaded = map(float, python(MEMORY, tmp_path, timeout=100).split())
+    saved, loaded = map(float, python_in_silence(MEMORY, tmp_path, timeout=100).split())
     # Blocks of 8 MiB for each thread are what it may take; the state has 288 MiB.
     assert saved < 64, f"{saved} MiB while saving"
     assert loaded < 64 + 16 * 8, f"{loaded} MiB while loading"

@@ -8,9 +8,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-KILLS = int(os.environ.get("FOREBAY_KILLS", "200"))
+import pytest
+
+from support.processes import environment
+from support.sizes import times
+
+KILLS = int(os.environ.get("FOREBAY_KILLS") or times(60, 2000))
+LIMIT_S = 60 + KILLS
 
 
+@pytest.mark.timeout(LIMIT_S + 10)
 def test_killed_at_random_moments_the_last_complete_checkpoint_loads() -> None:
     program = Path(__file__).parent / "ckpt_killed.py"
     seed = int.from_bytes(os.urandom(4), "little")
@@ -18,7 +25,7 @@ def test_killed_at_random_moments_the_last_complete_checkpoint_loads() -> None:
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory) as folder:
         arguments = [sys.executable, program, Path(folder) / "run", str(KILLS), str(seed)]
-        done = subprocess.run(arguments, capture_output=True, text=True, timeout=110)
+        done = subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, f"seed {seed}: {done.stderr[-3000:]}"
     kills, _, last = done.stdout.split()
     assert int(kills) == KILLS

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from ckpt_helpers import Net, assert_same, files, pair, python, read_manifest, snapshot, train
 
 import forebay
 from forebay import checkpoint
+from support.checkpoint import Net, files, pair, read_manifest, snapshot, train
+from support.processes import python_in_silence
+from support.tensors import assert_same
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -157,18 +159,20 @@ def test_nan_and_negative_zero_keep_their_bits(tmp_path: Path) -> None:
 
 def test_without_a_process_group_nothing_warns(tmp_path: Path) -> None:
     code = """
-import sys, torch, ckpt_helpers
+import sys, torch
+from support.checkpoint import pair, snapshot, train
+from support.tensors import assert_same
 from forebay import checkpoint
-model, optimizer = ckpt_helpers.pair()
-ckpt_helpers.train(model, optimizer, range(2))
+model, optimizer = pair()
+train(model, optimizer, range(2))
 checkpoint.save(sys.argv[1], model, optimizer, extra={"epoch": 3})
-before = ckpt_helpers.snapshot(model, optimizer)
-again, restored = ckpt_helpers.pair(2)
+before = snapshot(model, optimizer)
+again, restored = pair(2)
 assert checkpoint.load(sys.argv[1], again, restored) == {"epoch": 3}
-ckpt_helpers.assert_same(before, ckpt_helpers.snapshot(again, restored))
+assert_same(before, snapshot(again, restored))
 assert not torch.distributed.is_initialized()
 """
-    assert python(code, tmp_path) == ""
+    assert python_in_silence(code, tmp_path) == ""
 
 
 def test_other_tools_open_the_files(tmp_path: Path) -> None:

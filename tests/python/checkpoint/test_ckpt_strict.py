@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from ckpt_helpers import assert_same, pair, snapshot
 
 import forebay
 from forebay import checkpoint
+from support.checkpoint import pair, snapshot
+from support.tensors import assert_same
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from ckpt_helpers import Net, assert_same, folders, pair, snapshot, train
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import forebay
 from forebay import checkpoint
+from support.checkpoint import Net, folders, pair, snapshot, train
+from support.tensors import assert_same
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from ckpt_helpers import folders, read_manifest, seal
 
 import forebay
 from forebay import checkpoint
+from support.checkpoint import folders, read_manifest, seal
 
 if TYPE_CHECKING:
     from pathlib import Path

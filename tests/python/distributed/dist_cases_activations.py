@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import gc
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from dist_registry import case
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import forebay
-
-# Plans by chance are those of the tests of activations.
-sys.path.append(str(Path(__file__).parents[1] / "activations"))
-from budget_helpers import by_chance
+from support.budget import by_chance
+from support.dist.registry import case
 
 WIDTH, ROWS = 48, 64
 OPTIONS: dict[str, Any] = {"fraction": 1.0, "keep_last": 1, "min_bytes": 2048}

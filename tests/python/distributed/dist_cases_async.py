@@ -2,52 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import threading
 import time
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch.distributed as dist
-from dist_checkpoints import SAVED, build, check, reference, refused, spoil, train
-from dist_registry import case, shared_folder
 
 import forebay
-from forebay import _core
 from forebay.checkpoint import async_save, load
+from support.dist.checkpoints import SAVED, build, check, reference, refused, spoil, train
+from support.dist.registry import case, shared_folder
+from support.dist.saves import complete, fail, wait_for, writer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-WRITE = _core.write_checkpoint
-
-
-def complete(path: Path) -> list[str]:
-    """Return the checkpoints of a path that have a manifest."""
-    return sorted(found.parent.name for found in path.glob("*/manifest.json"))
-
-
-@contextlib.contextmanager
-def writer(on: int, write: Any) -> Iterator[None]:
-    """Put something in the place of one rank's writer."""
-    with mock.patch.object(_core, "write_checkpoint", write if dist.get_rank() == on else WRITE):
-        yield
-
-
-def wait_for(event: threading.Event) -> Any:
-    """Return a writer that waits before it writes."""
-
-    def write(*arguments: Any) -> Any:
-        assert event.wait(8)
-        return WRITE(*arguments)
-
-    return write
-
-
-def fail(*_: Any) -> None:
-    raise forebay.StorageError("write: no space left", errno=errno.ENOSPC)
+    pass
 
 
 @case(2)

@@ -11,13 +11,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dist_cases_async import complete, fail, wait_for, writer
-from dist_checkpoints import SAVED, build, check, reference, refused, spoil, state_for_dcp, train
-from dist_registry import SurvivedError, case, shared_folder
 
 import forebay
-from forebay import checkpoint
-from forebay.checkpoint import Reader, async_save, load, save
+from forebay.checkpoint import Reader, async_save, contents, load, save
+from support.dist.checkpoints import SAVED, build, check, reference, refused, spoil, state_for_dcp, train
+from support.dist.registry import SurvivedError, case, shared_folder
+from support.dist.saves import complete, fail, wait_for, writer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -131,7 +130,7 @@ def a_call_that_fails_on_one_rank_before_it_begins_fails_on_both() -> None:
         error = refused(call, path, other, closed)
         assert isinstance(error, forebay.OptionError), error
         assert "closed" in str(error)
-    with mock.patch.object(checkpoint, "get_model_state_dict", side_effect=KeyError("x") if dist.get_rank() else None):
+    with mock.patch.object(contents, "get_model_state_dict", side_effect=KeyError("x") if dist.get_rank() else None):
         error = refused(async_save, path, net)
     expected = KeyError if dist.get_rank() else forebay.CheckpointError
     assert isinstance(error, expected), error

@@ -8,12 +8,12 @@ import signal
 from typing import Any
 
 import torch.distributed as dist
-from dist_cases_async import complete, writer
-from dist_checkpoints import SAVED, build, check, optimizer_of, reference, refused, train
-from dist_models import make
-from dist_registry import SurvivedError, case, shared_folder
 
 from forebay.checkpoint import async_save, load
+from support.dist.checkpoints import SAVED, build, check, optimizer_of, reference, refused, train
+from support.dist.models import make
+from support.dist.registry import SurvivedError, case, shared_folder
+from support.dist.saves import complete, writer
 
 
 @case(2, killed=(1,))

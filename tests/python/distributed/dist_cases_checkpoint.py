@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dist_checkpoints import (
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import forebay
+from forebay.checkpoint import Reader, Writer
+from support.dist.checkpoints import (
     KINDS_OF_RUN,
     SAVED,
     addresses,
@@ -17,7 +23,9 @@ from dist_checkpoints import (
     build,
     build_torch,
     check,
+    everywhere,
     give_gradients_of,
+    manifest,
     one_more_step,
     place,
     reference,
@@ -28,18 +36,11 @@ from dist_checkpoints import (
     train,
     values_of,
 )
-from dist_models import adamw, inner, make, shard
-from dist_registry import case, shared_folder
-from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-
-import forebay
-from forebay.checkpoint import Reader, Writer
+from support.dist.models import adamw, inner, make, shard
+from support.dist.registry import case, shared_folder
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    pass
 
 WAYS = {
     "dcp": (dcp.FileSystemWriter, dcp.FileSystemReader),
@@ -51,13 +52,6 @@ RATES = [1e-2, 3e-3]
 EXTRA = {"tokens": 12345, "sampler": {"epoch": 3, "order": torch.arange(7)}, "notes": ["a", None, 1.5, True]}
 
 
-def everywhere(value: Any) -> list[Any]:
-    """Return what every rank has."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def same_extra(found: Any) -> bool:
     """Whether ``EXTRA`` came back."""
     order = found["sampler"].pop("order")
@@ -65,13 +59,6 @@ def same_extra(found: Any) -> bool:
         **EXTRA,
         "sampler": {"epoch": 3},
     }
-
-
-def manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a path's last checkpoint."""
-    latest = max(path.parent for path in folder.glob("*/manifest.json"))
-    found: dict[str, Any] = json.loads((latest / "manifest.json").read_text())
-    return found
 
 
 # Every number of ranks saves.

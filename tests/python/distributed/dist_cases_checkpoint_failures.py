@@ -11,11 +11,16 @@ from unittest import mock
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dist_cases_checkpoint import everywhere, manifest
-from dist_checkpoints import (
+
+import forebay
+from forebay import _core
+from forebay.checkpoint import Reader, Writer
+from support.dist.checkpoints import (
     SAVED,
     build,
     check,
+    everywhere,
+    manifest,
     place,
     reference,
     refused,
@@ -23,11 +28,7 @@ from dist_checkpoints import (
     state_for_dcp,
     train,
 )
-from dist_registry import case, shared_folder
-
-import forebay
-from forebay import _core
-from forebay.checkpoint import Reader, Writer
+from support.dist.registry import case, shared_folder
 
 if TYPE_CHECKING:
     from pathlib import Path

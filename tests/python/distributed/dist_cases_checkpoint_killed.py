@@ -12,13 +12,13 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
-from dist_checkpoints import SAVED, build, check, optimizer_of, reference, refused, train
-from dist_models import make
-from dist_registry import SurvivedError, case, shared_folder
 
 import forebay
 from forebay import _core
 from forebay.checkpoint import Writer
+from support.dist.checkpoints import SAVED, build, check, optimizer_of, reference, refused, train
+from support.dist.models import make
+from support.dist.registry import SurvivedError, case, shared_folder
 
 WRITE = _core.write_checkpoint
 

@@ -2,56 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from dist_models import (
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from support.dist.models import (
     STEPS,
     adamw,
     assert_same_bits,
     backward,
     groups,
     inner,
-    make,
     parameters_of,
-    shard,
+    shard_on_gpu,
     state_of,
+    train,
 )
-from dist_registry import case
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor
+from support.dist.registry import case
 
 KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
 
 
-def sharded(dtype: torch.dtype = torch.float32, offload: bool = False) -> Any:
-    """Return the model sharded over one GPU, its parameters there or on the host."""
-    mesh = init_device_mesh("cuda", (1,))
-    options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=True)} if offload else {}
-    return shard(make(dtype, "cpu" if offload else "cuda"), mesh=mesh, **options)
-
-
-def train(net: Any, optimizer: torch.optim.Optimizer, steps: range = range(STEPS)) -> None:
-    """Train for some steps, waiting for nothing."""
-    for step in steps:
-        backward(net, step, "cuda")
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 @case(1)
 def equals_torch_fused_and_resident() -> None:
-    nets = [sharded() for _ in range(3)]
+    nets = [shard_on_gpu() for _ in range(3)]
     stream, resident, theirs = nets
     optimizers = [adamw(stream), adamw(resident, "resident"), torch.optim.AdamW(groups(theirs), fused=True)]
     for net, optimizer in zip(nets, optimizers, strict=True):
-        train(net, optimizer)
+        train(net, optimizer, device="cuda")
     states = [state_of(net, optimizer) for net, optimizer in zip(nets, optimizers, strict=True)]
     assert_same_bits(parameters_of(stream), parameters_of(resident))
     assert_same_bits(states[0], states[1])
@@ -61,9 +43,9 @@ def equals_torch_fused_and_resident() -> None:
 
 @case(1)
 def state_stays_on_the_host_under_a_mesh_of_gpus() -> None:
-    net = sharded(torch.bfloat16)
+    net = shard_on_gpu(torch.bfloat16)
     optimizer = adamw(net, amsgrad=True)
-    train(net, optimizer, range(1))
+    train(net, optimizer, range(1), device="cuda")
     addresses = {}
     for parameter in net.parameters():
         assert inner(parameter).is_cuda
@@ -77,7 +59,7 @@ def state_stays_on_the_host_under_a_mesh_of_gpus() -> None:
             assert value._local_tensor.device.type == "cpu"
             assert value._local_tensor.is_pinned()
             addresses[parameter, kind] = value._local_tensor.data_ptr()
-    train(net, optimizer, range(1, 3))
+    train(net, optimizer, range(1, 3), device="cuda")
     for (parameter, kind), address in addresses.items():
         assert optimizer.state[parameter][kind]._local_tensor.data_ptr() == address
 
@@ -86,7 +68,7 @@ def state_stays_on_the_host_under_a_mesh_of_gpus() -> None:
 def parameters_on_the_host_stream_through_the_ring() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         for options in ({}, {"amsgrad": True}, {"max_grad_norm": 0.05}):
-            nets = sharded(dtype), sharded(dtype, offload=True)
+            nets = shard_on_gpu(dtype), shard_on_gpu(dtype, offload=True)
             kept, offloaded = adamw(nets[0], **options), adamw(nets[1], device="cuda", **options)
             for step in range(STEPS):
                 for net, optimizer in zip(nets, (kept, offloaded), strict=True):
@@ -111,9 +93,9 @@ def parameters_on_the_host_stream_through_the_ring() -> None:
 @case(1)
 def state_dicts_go_to_torch_and_back() -> None:
     for options in (StateDictOptions(), StateDictOptions(full_state_dict=True)):
-        nets = [sharded() for _ in range(3)]
+        nets = [shard_on_gpu() for _ in range(3)]
         first, between, last = adamw(nets[0]), torch.optim.AdamW(groups(nets[1]), fused=True), adamw(nets[2])
-        train(nets[0], first, range(2))
+        train(nets[0], first, range(2), device="cuda")
         for (giver, source), (taker, target) in (
             ((nets[0], first), (nets[1], between)),
             ((nets[1], between), (nets[2], last)),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dist_models import (
+from torch.nn.parallel import DistributedDataParallel
+
+import forebay
+from support.dist.models import (
     STEPS,
     adamw,
     assert_close,
@@ -16,10 +19,7 @@ from dist_models import (
     parameters_of,
     state_of,
 )
-from dist_registry import case
-from torch.nn.parallel import DistributedDataParallel
-
-import forebay
+from support.dist.registry import case
 
 
 @case(2)

@@ -7,7 +7,14 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from dist_models import (
+from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_write_items
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import forebay
+from support.dist.models import (
     STEPS,
     adamw,
     assert_same_bits,
@@ -20,14 +27,7 @@ from dist_models import (
     shard,
     state_of,
 )
-from dist_registry import case
-from torch import nn
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_write_items
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-
-import forebay
+from support.dist.registry import case
 
 KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
 
@@ -60,7 +60,7 @@ def state_has_the_parameters_layout_over_pinned_memory() -> None:
             assert data.untyped_storage().nbytes() == 4 * data.numel(), "a storage of its own exact size"
             assert parameter._local_tensor.dtype == torch.bfloat16
             store, index = optimizer._homes[id(parameter)]
-            view = optimizer._engine.view(store, index, "master" if kind == "master_param" else kind)
+            view = optimizer._engine.view(store, index, kind)
             if data.numel():
                 assert data.data_ptr() == torch.frombuffer(view, dtype=torch.float32).data_ptr(), "no copy"
             held[name, kind] = (value, data, data.data_ptr())

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from dist_models import (
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+from support.dist.models import (
     STEPS,
     adamw,
     assert_close,
@@ -28,8 +30,7 @@ from dist_models import (
     shard,
     state_of,
 )
-from dist_registry import case
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from support.dist.registry import case
 
 
 def compare(

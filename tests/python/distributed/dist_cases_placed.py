@@ -9,14 +9,22 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
-from dist_models import STEPS, assert_close, assert_same_bits, assert_same_on_all_ranks, full, inner, parameters_of
-from dist_registry import case
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import forebay
+from support.dist.models import (
+    STEPS,
+    assert_close,
+    assert_same_bits,
+    assert_same_on_all_ranks,
+    full,
+    inner,
+    parameters_of,
+)
+from support.dist.registry import case
 
 PLACEMENTS: list[dict[str, Any]] = [
     {"placement": "stream"},

@@ -6,7 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from dist_models import (
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import forebay
+from support.dist.models import (
     STEPS,
     adamw,
     assert_same_bits,
@@ -19,12 +24,7 @@ from dist_models import (
     shard,
     state_of,
 )
-from dist_registry import case
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
-
-import forebay
+from support.dist.registry import case
 
 
 def optimizer_of(net: Any, which: str) -> torch.optim.Optimizer:

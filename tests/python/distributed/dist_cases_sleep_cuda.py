@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import torch
-from dist_cases_cuda import sharded, train
-from dist_models import adamw, assert_same_bits, parameters_of, state_of
-from dist_registry import case
 
 import forebay
+from support.dist.models import adamw, assert_same_bits, parameters_of, shard_on_gpu, state_of, train
+from support.dist.registry import case
 
 
 @case(1)
 def fsdp_sleeps_between_steps() -> None:
-    nets = [sharded() for _ in range(2)]
+    nets = [shard_on_gpu() for _ in range(2)]
     optimizers = [adamw(net, "resident") for net in nets]
     sleeper = forebay.Sleeper(nets[0], optimizers[0])
     for step in range(3):
         for net, optimizer in zip(nets, optimizers, strict=True):
-            train(net, optimizer, range(step, step + 1))
+            train(net, optimizer, range(step, step + 1), device="cuda")
         before = torch.cuda.memory_allocated()
         sleeper.sleep()
         assert torch.cuda.memory_allocated() < before

@@ -6,21 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from dist_models import (
-    STEPS,
-    adamw,
-    assert_close,
-    assert_same_bits,
-    backward,
-    full,
-    groups,
-    inner,
-    make,
-    parameters_of,
-    shard,
-    state_of,
-)
-from dist_registry import case
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -33,14 +18,21 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._pytree import tree_map_only
 
 import forebay
-
-
-def train(net: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """Train for some steps."""
-    for step in steps:
-        backward(net, step)
-        optimizer.step()
-        optimizer.zero_grad()
+from support.dist.models import (
+    STEPS,
+    adamw,
+    assert_close,
+    assert_same_bits,
+    full,
+    groups,
+    inner,
+    make,
+    parameters_of,
+    shard,
+    state_of,
+    train,
+)
+from support.dist.registry import case
 
 
 def copied(tree: Any) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from dist_registry import cases
+
+from support.dist.launch import LIMIT_S
+from support.dist.registry import cases
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(LIMIT_S + 20)
 @pytest.mark.parametrize(
     ("case", "killed"), [pytest.param(name, found.killed, id=name) for name, found in cases("async", 2).items()]
 )

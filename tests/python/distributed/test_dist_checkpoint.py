@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from dist_launch import LONGER_S
-from dist_registry import cases
+
+from support.dist.launch import LONGER_S
+from support.dist.registry import cases
 
 pytestmark = pytest.mark.timeout(LONGER_S["checkpoint"] + 20)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dist_registry import cases
+
+from support.dist.registry import cases
 
 
 @pytest.mark.parametrize("case", list(cases("cuda", 1)))

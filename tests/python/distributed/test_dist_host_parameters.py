@@ -11,32 +11,42 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+import forebay
 from forebay import _core
-from forebay._torch import look
+from forebay._tensors import look
+from forebay.optim.options import check_options
 
-GROUPS = [(1e-2, 0.9, 0.999, 1e-8, 0.1, False), (3e-3, 0.8, 0.95, 1e-6, 0.0, True)]
+PLAIN = [[1e-2, 0.9, 0.999, 1e-8, 0.1, False, False], [3e-3, 0.8, 0.95, 1e-6, 0.0, True, False]]
+GROUPS = [*PLAIN, *([*numbers[:-1], True] for numbers in PLAIN)]
+"""The numbers of groups: first without amsgrad, then with it."""
+OPTIONS = check_options(forebay.AdamW, {"slots": 2, "chunk_bytes": 6144})
 STEPS = 4
 
 
 @dataclass
 class Spec:
-    """One parameter: its size, types and group."""
+    """One parameter: its size, types, whether it has amsgrad, and which of the two kinds of numbers."""
 
     elements: int
     dtype: torch.dtype
     grad_dtype: torch.dtype
     amsgrad: bool = False
-    group: int = 0
+    kind: int = 0
+
+    @property
+    def group(self) -> int:
+        """Its group, one of those with amsgrad where it has that."""
+        return self.kind + len(PLAIN) * self.amsgrad
 
 
 SPECS = [
     Spec(1, torch.float32, torch.float32),
-    Spec(5000, torch.float32, torch.float32, group=1),  # several chunks by itself
+    Spec(5000, torch.float32, torch.float32, kind=1),  # several chunks by itself
     Spec(0, torch.float32, torch.float32),
     Spec(777, torch.float32, torch.bfloat16),
     Spec(2049, torch.bfloat16, torch.bfloat16),
     Spec(63, torch.bfloat16, torch.float32, amsgrad=True),
-    Spec(130, torch.float16, torch.float16, amsgrad=True, group=1),
+    Spec(130, torch.float16, torch.float16, amsgrad=True, kind=1),
     Spec(4097, torch.float32, torch.float32, amsgrad=True),
 ]
 WITHOUT_GRADIENT = 3
@@ -47,16 +57,13 @@ def train(on_host: list[bool], scale: float | None) -> tuple[list[torch.Tensor],
     """Return the parameters and all state after a few steps."""
     generator = torch.Generator().manual_seed(3)
     parameters = [torch.randn(spec.elements, generator=generator).to(spec.dtype) for spec in SPECS]
-    engine = _core.Engine("cpu", 2, 6144)
+    engine = _core.Optimizer("cpu", "adamw", OPTIONS)
     engine.open_ring(0, None, 0)
-    store = engine.add(
-        [f"parameter {i}" for i in range(len(SPECS))],
-        [spec.elements for spec in SPECS],
-        [spec.amsgrad for spec in SPECS],
-        [spec.dtype != torch.float32 for spec in SPECS],
-        on_host,
-        None,
-    )
+    tensors = [
+        (f"parameter {i}", spec.elements, spec.group, spec.dtype != torch.float32, is_there)
+        for i, (spec, is_there) in enumerate(zip(SPECS, on_host, strict=True))
+    ]
+    store = engine.add(tensors, GROUPS)
     coefficient = None if scale is None else torch.tensor(scale)
     for step in range(STEPS):
         gradients = [torch.randn(spec.elements, generator=generator).to(spec.grad_dtype) for spec in SPECS]
@@ -65,15 +72,16 @@ def train(on_host: list[bool], scale: float | None) -> tuple[list[torch.Tensor],
         if step == 1:
             here = [(i, i) for i in range(len(SPECS)) if i != WITHOUT_GRADIENT]
             found = [looked.spread(here, len(SPECS)) for looked in found]
-        tensors = (*found, [spec.group for spec in SPECS])
-        engine.step([tensors], GROUPS, 0, 0 if coefficient is None else coefficient.data_ptr())
+        engine.step(
+            [(*found, [spec.group for spec in SPECS])], GROUPS, 0, 0 if coefficient is None else coefficient.data_ptr()
+        )
         # Nothing is waited for here: parameters on the host are final when the step returns.
         for i, (parameter, old) in enumerate(zip(parameters, before, strict=True)):
             assert torch.equal(parameter, old) == ((step, i) == (1, WITHOUT_GRADIENT) or parameter.numel() == 0), i
     engine.synchronize()
     state = {}
     for i in range(len(SPECS)):
-        for kind in ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master"):
+        for kind in ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param"):
             view = engine.view(store, i, kind)
             if view is not None and len(view):
                 state[i, kind] = torch.frombuffer(view, dtype=torch.float32).clone()
@@ -102,10 +110,10 @@ def test_parameters_on_the_host_travel_through_the_ring():
     chunks = []
     for on_host in (False, True):
         parameter, gradient = torch.ones(10_000), torch.ones(10_000)
-        engine = _core.Engine("cpu", 2, 6144)
+        engine = _core.Optimizer("cpu", "adamw", OPTIONS)
         engine.open_ring(0, None, 0)
-        engine.add(["weight"], [10_000], [False], [False], [on_host], None)
+        engine.add([("weight", 10_000, 0, False, on_host)], GROUPS)
         engine.step([(look([parameter]), look([gradient]), [0])], GROUPS, 0, 0)
-        chunks.append(engine.stats()[0])
+        chunks.append(engine.stats()["chunks"])
         engine.close()
     assert chunks[1] > 1.5 * chunks[0]

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from dist_registry import cases
+
+from support.dist.launch import LIMIT_S
+from support.dist.registry import cases
+
+pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 
 
 @pytest.mark.parametrize("case", list(cases("placed", 2)))

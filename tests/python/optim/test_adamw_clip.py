@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from adamw_helpers import TINY, assert_same, bits, give_gradients, make, needs_cuda, run, snapshot, train
 
 import forebay
+from support.optim import TINY, give_gradients, make, run, snapshot, train
+from support.tensors import assert_same, bits, needs_cuda
 
 SHAPES = ((300, 7), (5,), (1000,), ())
 

@@ -9,22 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from adamw_helpers import (
-    TINY,
-    assert_same,
-    bits,
-    give_gradients,
-    groups_of,
-    make,
-    needs_cuda,
-    run,
-    same_bits,
-    snapshot,
-    train,
-)
 
 import forebay
 import forebay.checkpoint
+from support.optim import TINY, give_gradients, groups_of, make, run, snapshot, train
+from support.tensors import assert_same, bits, needs_cuda, same_bits
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = {"f32": (F32,), "bf16": (BF16,), "mixed": (F32, BF16, F16)}

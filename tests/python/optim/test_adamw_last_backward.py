@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from adamw_helpers import TINY, assert_same, make, snapshot
 
 import forebay
+from support.optim import TINY, make, snapshot
+from support.tensors import assert_same
 
 # On the CPU gradients need not come down at all for "host"; "hybrid" brings them down there too.
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -238,7 +239,7 @@ def test_a_gradient_is_held_until_its_copy_has_ended(device: torch.device, monke
     with optimizer.last_backward():
         pass
     (hook,) = parameter._post_accumulate_grad_hooks.values()
-    monkeypatch.setattr(forebay._backward, "Fingerprint", lambda _: None)
+    monkeypatch.setattr(forebay.optim.backward, "Fingerprint", lambda _: None)
     ended: list[Any] = []
     finish = optimizer._engine.finish_landing
 

@@ -7,21 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from adamw_helpers import (
-    TINY,
-    assert_same,
-    clone,
-    give_gradients,
-    make,
-    needs_cuda,
-    random,
-    run,
-    same_bits,
-    snapshot,
-    train,
-)
 
 import forebay
+from support.optim import TINY, clone, give_gradients, make, run, snapshot, train
+from support.tensors import assert_same, needs_cuda, random, same_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -266,7 +255,7 @@ def test_a_master_read_before_its_first_step_survives_its_neighbours_stores() ->
         master = optimizer.state[parameters[1]]["master_param"]
         optimizer.synchronize()
         assert same_bits(master, parameters[1].detach().float().cpu())
-        optimizer._fill(parameters[1], {})
+        optimizer.state.fill(optimizer.state.rooms[id(parameters[1])], {})
 
 
 def test_a_master_never_stepped_is_there_after_close(device: torch.device, placement: str) -> None:

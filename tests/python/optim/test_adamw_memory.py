@@ -7,9 +7,10 @@ import mmap
 
 import pytest
 import torch
-from adamw_helpers import SHAPES, TINY, make, needs_cuda, train
 
 import forebay
+from support.optim import SHAPES, TINY, make, train
+from support.tensors import needs_cuda
 
 FIELDS = {
     "step_s",
@@ -164,24 +165,27 @@ def test_steps_make_no_resources(device: torch.device, placement: str) -> None:
 
 @needs_cuda
 def test_no_spike_at_the_first_step() -> None:
+    ring = 4 << 20
+    # For the sums of a norm and the rounding of the allocator; any one tensor of the state is four times as large.
+    allowance = 8 << 20
     parameters = [torch.nn.Parameter(torch.ones(8_000_000, device="cuda", dtype=torch.bfloat16)) for _ in range(4)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
+    gc.collect()  # What other tests left behind must not be freed in the middle.
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    optimizer = forebay.AdamW(parameters, chunk_bytes=1 << 20, slots=4, max_grad_norm=1.0)
-    assert torch.cuda.memory_allocated() == before
+    optimizer = forebay.AdamW(parameters, chunk_bytes=ring // 4, slots=4, max_grad_norm=1.0)
+    assert torch.cuda.max_memory_allocated() - before <= allowance
     optimizer.step()
-    first = torch.cuda.max_memory_allocated() - before
-    # State is 12 bytes for each of 32e6 parameters; torch's norm takes 1 MB for sums of parts, however many there are.
-    assert first <= (4 << 20) + (2 << 20)
+    assert all(value.device.type == "cpu" for state in optimizer.state.values() for value in state.values())
+    assert torch.cuda.max_memory_allocated() - before <= ring + allowance
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
     for _ in range(3):
         optimizer.step()
-    assert torch.cuda.max_memory_allocated() - held <= 64 << 10
-    assert torch.cuda.memory_allocated() <= held
+    assert torch.cuda.max_memory_allocated() - held <= allowance
+    assert torch.cuda.memory_allocated() - held <= 1 << 20, "steps keep nothing"
     optimizer.close()
 
 

@@ -11,20 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adamw_helpers import (
-    KINDS,
-    SHAPES,
-    assert_same,
-    clone,
-    give_gradients,
-    groups_of,
-    make,
-    needs_cuda,
-    snapshot,
-    train,
-)
 
 import forebay
+from support.optim import KINDS, SHAPES, clone, give_gradients, groups_of, make, snapshot, train
+from support.tensors import assert_same, needs_cuda
 
 U = 2.0**-24
 """Half a unit in the last place of f32: the error of one operation, relative to its result."""

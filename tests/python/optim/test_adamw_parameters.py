@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from adamw_helpers import TINY, assert_same, bits, clone, give_gradients, make, random, run, same_bits, snapshot, train
 
 import forebay
-from forebay import _torch
+from forebay import _tensors as _torch
+from support.optim import TINY, clone, give_gradients, make, run, snapshot, train
+from support.tensors import assert_same, bits, random, same_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

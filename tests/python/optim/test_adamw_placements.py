@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from adamw_helpers import TINY, assert_same, groups_of, make, needs_cuda, run, same_bits, snapshot, train
 
 import forebay
+from support.optim import TINY, groups_of, make, run, snapshot, train
+from support.tensors import assert_same, needs_cuda, same_bits
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 

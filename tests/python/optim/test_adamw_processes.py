@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from adamw_helpers import SHAPES, TINY, assert_same, give_gradients, make, random, run, snapshot, train
 
 import forebay
+from support.optim import SHAPES, TINY, give_gradients, make, run, snapshot, train
+from support.tensors import assert_same, random
 
 
 def test_interleaved_optimizers_do_not_disturb_each_other(device: torch.device) -> None:
@@ -135,7 +136,7 @@ def test_a_failure_before_the_engine_runs_changes_nothing(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(forebay.AdamW, "_groups", fail)
+        patch.setattr(forebay.AdamW, "_check_apart", fail)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     assert_same(before, snapshot(optimizer, parameters))

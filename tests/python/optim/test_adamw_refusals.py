@@ -6,9 +6,10 @@ from typing import Any, Self
 
 import pytest
 import torch
-from adamw_helpers import TINY, assert_same, give_gradients, make, needs_cuda, run, same_bits, snapshot, train
 
 import forebay
+from support.optim import TINY, give_gradients, make, run, snapshot, train
+from support.tensors import assert_same, needs_cuda, same_bits
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"lr": -1.0}, "learning rate"),

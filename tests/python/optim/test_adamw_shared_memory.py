@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from adamw_helpers import TINY, Parameters, assert_same, give_gradients, make, random, snapshot, train
 
 import forebay
+from support.optim import TINY, Parameters, give_gradients, make, snapshot, train
+from support.tensors import assert_same, random
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,7 +93,7 @@ def test_a_gradient_that_is_its_parameter_is_refused(device: torch.device, place
     optimizer = forebay.AdamW(parameters, lr=1e-2, placement=placement, chunk_bytes=TINY)
     give_gradients(parameters, 0)
     parameters[1].grad = parameters[1].detach()
-    name = "tensor 1" if placement == "resident" else "parameter 1 of group 0"
+    name = "parameter 1 of group 0"
     refused(optimizer, parameters, rf"^{name} .* shares memory with its gradient; clone the gradient")
     give_gradients(parameters, 0)
     optimizer.step()
@@ -111,5 +112,5 @@ def test_memory_that_begins_inside_an_element_is_refused(placement: str, gradien
     if gradient:
         parameters[1].grad = odd
     what = "its gradient" if gradient else "it"
-    name = "tensor 1" if placement == "resident" else "parameter 1 of group 0"
+    name = "parameter 1 of group 0"
     refused(optimizer, parameters, rf"^{name} .*: {what} begins at 0x[0-9a-f]+, inside an element of 4 bytes; clone it")

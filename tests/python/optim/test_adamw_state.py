@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from adamw_helpers import TINY, assert_same, give_gradients, make, needs_cuda, random, run, snapshot, train
 
 import forebay
+from support.optim import TINY, give_gradients, make, run, snapshot, train
+from support.tensors import assert_same, needs_cuda, random
 
 if TYPE_CHECKING:
     from collections.abc import Callable

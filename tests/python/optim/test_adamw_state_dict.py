@@ -8,23 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from adamw_helpers import (
-    KINDS,
-    SHAPES,
-    TINY,
-    assert_same,
-    clone,
-    give_gradients,
-    groups_of,
-    make,
-    needs_cuda,
-    run,
-    same_bits,
-    snapshot,
-    train,
-)
 
 import forebay
+from support.optim import KINDS, SHAPES, TINY, clone, give_gradients, groups_of, make, run, snapshot, train
+from support.tensors import assert_same, needs_cuda, same_bits
 
 
 def through_a_file(state_dict: dict[str, Any]) -> dict[str, Any]:

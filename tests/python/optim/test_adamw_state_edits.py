@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from adamw_helpers import TINY, assert_same, clone, give_gradients, make, random, same_bits, snapshot, train
 
 import forebay
+from support.optim import TINY, clone, give_gradients, make, snapshot, train
+from support.tensors import assert_same, random, same_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable

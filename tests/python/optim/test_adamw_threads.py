@@ -9,9 +9,10 @@ import sys
 
 import pytest
 import torch
-from adamw_helpers import TINY, random
 
 import forebay
+from support.optim import TINY
+from support.tensors import random
 
 # The cores to which the main thread was bound, those of each thread of forebay's, and how many threads update.
 SEEN = """

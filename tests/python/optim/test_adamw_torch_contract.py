@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from adamw_helpers import TINY, assert_same, clone, give_gradients, groups_of, make, random, run, snapshot, train
 from torch.optim import lr_scheduler
 
 import forebay
+from support.optim import TINY, clone, give_gradients, groups_of, make, run, snapshot, train
+from support.tensors import assert_same, random
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from adamw_helpers import random
 
 from forebay._fingerprint import COLUMNS, Fingerprint
+from support.tensors import random
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,10 +10,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from sleep_helpers import Net, assert_same, batch, bits, snapshot, train
 from torch import nn
 
 import forebay
+from support.sleep import Net, batch, snapshot, train
+from support.tensors import assert_same, bits
 
 Use = Callable[[Net, torch.optim.Optimizer, torch.device], object]
 

@@ -6,10 +6,11 @@ import os
 
 import pytest
 import torch
-from sleep_helpers import Net, assert_same, batch, bits, is_empty, needs_cuda, snapshot, train
 from torch import nn
 
 import forebay
+from support.sleep import Net, batch, is_empty, snapshot, train
+from support.tensors import assert_same, bits, needs_cuda
 
 
 def layers(device: torch.device, count: int = 6, size: int = 1000) -> nn.ParameterList:
@@ -60,8 +61,8 @@ def test_the_slab_grows_under_what_sleeps(device: torch.device) -> None:
 def test_a_first_sleep_pins_in_pieces_and_a_budget_in_one(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from forebay import _sleep_moves
-    from forebay import sleep as module
+    from forebay.sleep import sleeper as module
+    from forebay.sleep import transfer as _sleep_moves
 
     monkeypatch.setattr(module, "PIECE_BYTES", 10_000)
     monkeypatch.setattr(_sleep_moves, "BATCH_ENTRIES", 1)
@@ -203,7 +204,7 @@ def test_streamed_state_is_on_the_host_and_its_ring_goes(device: torch.device) -
     assert optimizer.stats()["pinned_bytes"] == pinned
     assert sleeper.stats()["kinds"]["optimizer"]["bytes"] == 0
     # Right data: a checkpoint of the optimizer can be written while the model sleeps.
-    assert_same(reference[-3:], [bits(v) for v in list(optimizer.state_dict()["state"].values())[-1].values()])
+    assert_same(reference[-3:], list(list(optimizer.state_dict()["state"].values())[-1].values()))
     with pytest.raises(forebay.AsleepError):
         optimizer.step()
     with pytest.raises(forebay.AsleepError):
@@ -268,8 +269,8 @@ def test_the_ring_of_forebay_adamw_goes_back() -> None:
 
 
 def test_an_allocation_that_fails_leaves_the_rest_asleep(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    from forebay import _sleep_moves
-    from forebay import sleep as module
+    from forebay.sleep import sleeper as module
+    from forebay.sleep import transfer as _sleep_moves
 
     monkeypatch.setattr(_sleep_moves, "BATCH_ENTRIES", 2)
     model = layers(device)
@@ -296,6 +297,59 @@ def test_an_allocation_that_fails_leaves_the_rest_asleep(device: torch.device, m
     assert [is_empty(parameter) for parameter in model] == [False] * 4 + [True] * 2
     with pytest.raises(forebay.AsleepError):
         model.state_dict()
+    sleeper.wake()
+    check(model)
+
+
+@pytest.mark.parametrize("interrupted", range(6))
+def test_what_sleeps_is_what_the_slabs_keep_wherever_a_sleep_is_interrupted(
+    interrupted: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from forebay.sleep import transfer
+
+    monkeypatch.setattr(transfer, "BATCH_ENTRIES", 2)
+    model = layers(device)
+    sleeper = forebay.Sleeper(model)
+    with sleeper.asleep():
+        storages = {entry.number: entry.size for entry in sleeper._asleep}
+
+    def assert_agreed() -> None:
+        asleep = {entry.number for entry in sleeper._asleep}
+        (slabs,) = sleeper._slabs.values()
+        assert {number for number, size in storages.items() if not slabs.holds([number], [size])} == asleep
+        empty = [is_empty(parameter) for parameter in model]
+        assert sum(empty) == len(asleep)
+        assert sleeper.stats()["asleep_bytes"] == sum(storages[number] for number in asleep)
+        assert sleeper._asleep.kinds() == ({"parameters"} if asleep else set())
+
+    real = transfer.Mover.wait
+    waits = []
+
+    def wait(self: transfer.Mover, batch: transfer.Batch) -> None:
+        waits.append(batch)
+        if len(waits) > interrupted:
+            raise KeyboardInterrupt
+        real(self, batch)
+
+    assert len(storages) == 6
+    assert_agreed()
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer.Mover, "wait", wait)
+        if interrupted < 3:
+            with pytest.raises(KeyboardInterrupt):
+                sleeper.sleep()
+        else:
+            sleeper.sleep()
+            with pytest.raises(KeyboardInterrupt):
+                sleeper.wake()
+    if interrupted < 3:
+        assert_agreed()
+    sleeper.wake()
+    assert_agreed()
+    check(model)
+    sleeper.sleep()
+    assert len(list(sleeper._asleep)) == 6
+    assert_agreed()
     sleeper.wake()
     check(model)
 

@@ -5,10 +5,11 @@ import weakref
 
 import pytest
 import torch
-from sleep_helpers import OPTIMIZERS, Net, assert_same, batch, bits, is_empty, needs_cuda, snapshot, train
 from torch import nn
 
 import forebay
+from support.sleep import OPTIMIZERS, Net, batch, is_empty, snapshot, train
+from support.tensors import assert_same, bits, needs_cuda
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -258,11 +259,15 @@ def test_device_memory_goes_back_to_the_driver() -> None:
     sleeper = forebay.Sleeper(model)
     with sleeper.asleep():
         pass
-    torch.cuda.synchronize()
-    before = torch.cuda.mem_get_info()[0]
-    sleeper.sleep()
-    assert torch.cuda.mem_get_info()[0] - before >= 0.99 * (64 << 22)
-    sleeper.wake()
+    found = []
+    # Other processes use the GPU too, so one attempt may see their memory.
+    while len(found) < 5 and max(found, default=0) < 0.99 * (64 << 22):
+        torch.cuda.synchronize()
+        before = torch.cuda.mem_get_info()[0]
+        sleeper.sleep()
+        found.append(torch.cuda.mem_get_info()[0] - before)
+        sleeper.wake()
+    assert max(found) >= 0.99 * (64 << 22), found
     assert all(parameter.eq(1).all() for parameter in model)
 
 

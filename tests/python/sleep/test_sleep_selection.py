@@ -7,12 +7,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from sleep_helpers import Net, assert_same, batch, bits, is_empty, snapshot, train
 from torch import nn
 
 import forebay
-from forebay import _sleep_moves
-from forebay import sleep as sleep_module
+from forebay.sleep import sleeper as sleep_module
+from forebay.sleep import transfer as _sleep_moves
+from support.sleep import Net, batch, is_empty, snapshot, train
+from support.tensors import assert_same, bits
 
 KINDS = ("parameters", "buffers", "gradients", "optimizer")
 

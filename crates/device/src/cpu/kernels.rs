@@ -1,10 +1,10 @@
 //! The kernels on the CPU: the reference that the GPU's are compared with. The update itself is in
-//! [`super::adamw`].
+//! [`super::update`].
 
-use super::adamw::{Sweep, Unit};
-use crate::arith::{AdamWScalars, power_element, uniform_element};
-use crate::kernel::AdamWSegment;
+use super::update::{Sweep, Unit};
+use crate::kernel::{power_element, uniform_element};
 use crate::memory::Region;
+use crate::update::{Rule, Scalars, Segment};
 
 /// The region as a slice of elements.
 ///
@@ -21,12 +21,12 @@ unsafe fn slice<'a, T>(region: &Region) -> &'a mut [T] {
 }
 
 /// Updates one segment. Operands were checked: live, equal in elements, aligned, and no two overlap.
-pub(crate) fn adamw(segment: &AdamWSegment, scale: f32, scalars: &AdamWScalars, unit: Unit) {
+pub(crate) fn update(rule: &Rule, segment: &Segment, scale: f32, scalars: &Scalars, unit: Unit) {
     let sweep = Sweep { scale, scalars, follow: true };
     // SAFETY: `Kernel::check` refused anything that is not live, aligned device memory of the right size, and operands
     // of one segment that overlap. Two streams that touch them unordered break the contract of `Device` and get
     // unspecified numbers.
-    unsafe { unit.sweep(segment, 0..segment.elements() as usize, sweep) };
+    unsafe { unit.sweep(rule, segment, 0..segment.elements() as usize, sweep) };
 }
 
 /// Sets every byte of a checked region.

@@ -3,9 +3,9 @@
 //! Device memory is host memory with a capacity; streams are threads; copies can be held to the pace of a simulated
 //! link. What it computes defines what the GPU must compute.
 
-pub(crate) mod adamw;
 mod kernels;
 mod link;
+pub(crate) mod update;
 pub(crate) mod worker;
 
 use std::alloc::Layout;
@@ -17,13 +17,13 @@ pub use link::LinkOptions;
 use crate::device::{Backend, Counters, Device, Info, Memory, check_copy};
 use crate::error::{Error, Result};
 use crate::kernel::Kernel;
-use crate::ledger::{Entry, Ledger};
+use crate::ledger::{Charge, Ledger};
 use crate::memory::{ALIGN_BYTES, Buffer, DeviceId, Place, Region, Slab, SlabLayout};
 use crate::pinned::{HostMapping, HostMemory, PinStats};
 use crate::stream::{Event, EventKind, Stream, StreamKind};
 use crate::thread::Cores;
-use adamw::Unit;
 use link::{Link, Way};
+use update::Unit;
 use worker::{CpuEvent, CpuStream, Work};
 
 /// How to open the CPU backend.
@@ -31,8 +31,6 @@ use worker::{CpuEvent, CpuStream, Work};
 pub struct CpuOptions {
     /// Bytes of device memory it pretends to have; the host's memory where not given.
     pub capacity_bytes: Option<u64>,
-    /// Most bytes that may be pinned at once.
-    pub pinned_budget_bytes: Option<u64>,
     /// The simulated link; memory speed where not given.
     pub link: Option<LinkOptions>,
 }
@@ -69,7 +67,7 @@ impl CpuDevice {
         Ok(Arc::new(Self {
             info,
             capacity_bytes: options.capacity_bytes.unwrap_or_else(|| HostMemory::now().total_bytes),
-            ledger: Ledger::new(options.pinned_budget_bytes),
+            ledger: Ledger::new(),
             link: options.link.map(|link| Arc::new(Link::new(link))),
             unit,
             pid: std::process::id(),
@@ -117,7 +115,7 @@ pub(crate) fn threads() -> usize {
 struct Allocation {
     ptr: *mut u8,
     layout: Layout,
-    _entry: Entry,
+    _charge: Charge,
 }
 
 // SAFETY: the pointer is the sole handle to a heap block, which any thread may free; access to its bytes goes through
@@ -133,10 +131,10 @@ impl Drop for Allocation {
     }
 }
 
-/// A slab of this backend: host memory and its entry in the books.
+/// A slab of this backend: host memory, counted while it is pinned.
 struct Pinned {
     _mapping: HostMapping,
-    _entry: Entry,
+    _charge: Charge,
 }
 
 impl Device for CpuDevice {
@@ -151,7 +149,6 @@ impl Device for CpuDevice {
             free_bytes: self.capacity_bytes.saturating_sub(allocated_bytes),
             allocated_bytes,
             pinned_bytes: self.ledger.pinned_bytes.load(Relaxed),
-            pinned_budget_bytes: self.ledger.pinned_budget_bytes,
         })
     }
 
@@ -170,7 +167,7 @@ impl Device for CpuDevice {
             available_bytes,
             capacity_bytes: self.capacity_bytes,
         };
-        let entry = self.ledger.allocate(bytes, self.capacity_bytes).map_err(full)?;
+        let charge = self.ledger.allocate(bytes, self.capacity_bytes).map_err(full)?;
         let layout = usize::try_from(bytes)
             .ok()
             .and_then(|size| Layout::from_size_align(size, ALIGN_BYTES as usize).ok())
@@ -181,14 +178,14 @@ impl Device for CpuDevice {
         if ptr.is_null() {
             return Err(full(HostMemory::now().available_bytes));
         }
-        let owner = Arc::new(Allocation { ptr, layout, _entry: entry });
+        let owner = Arc::new(Allocation { ptr, layout, _charge: charge });
         self.ledger.count_allocation();
         Ok(Buffer::new(ptr as usize, bytes, Place::Device, Some(self.info.id), owner))
     }
 
     fn pin(&self, layout: SlabLayout) -> Result<Slab> {
         self.not_forked()?;
-        let entry = self.ledger.pin(layout.bytes())?;
+        let charge = self.ledger.pin(layout.bytes());
         let mapping = HostMapping::new(layout.bytes(), threads())?;
         let stats = PinStats {
             bytes: layout.bytes(),
@@ -197,7 +194,7 @@ impl Device for CpuDevice {
             huge_pages: mapping.huge_pages,
         };
         let addr = mapping.addr();
-        let owner = Arc::new(Pinned { _mapping: mapping, _entry: entry });
+        let owner = Arc::new(Pinned { _mapping: mapping, _charge: charge });
         self.ledger.count_pin();
         Ok(Slab::new(Buffer::new(addr, layout.bytes(), Place::Pinned, Some(self.info.id), owner), layout, stats))
     }
@@ -313,16 +310,16 @@ impl CpuDevice {
                 kernels::count_differences(&a, &b, &count);
                 Ok(())
             }),
-            Kernel::AdamW(step) => {
-                let (segments, scalars) = (step.segments.to_vec(), step.scalars.to_vec());
-                let (scale, skip, unit) = (step.grad_scale, step.skip, self.unit);
+            Kernel::Update(update) => {
+                let (segments, scalars) = (update.segments.to_vec(), update.scalars.to_vec());
+                let (rule, scale, skip, unit) = (update.rule, update.grad_scale, update.skip, self.unit);
                 Box::new(move || {
                     if skip.as_ref().is_some_and(|skip| kernels::flag(skip) != 0.0) {
                         return Ok(());
                     }
                     let scale = scale.as_ref().map_or(1.0, kernels::flag);
                     for segment in &segments {
-                        kernels::adamw(segment, scale, &scalars[segment.scalars as usize], unit);
+                        kernels::update(rule, segment, scale, &scalars[segment.scalars as usize], unit);
                     }
                     Ok(())
                 })

@@ -1,4 +1,4 @@
-//! The driver: found at run time, asked politely, its answers turned into typed errors.
+//! The driver: found at run time, its answers turned into typed errors.
 
 use std::cell::Cell;
 use std::ffi::CStr;
@@ -206,7 +206,7 @@ impl Drop for Scope {
     }
 }
 
-/// Restores what the thread had before; see [`Context::bind`].
+/// Restores the thread's earlier context and capture mode; see [`Context::bind`].
 pub(crate) struct Bound {
     previous: Option<sys::CUcontext>,
     mode: sys::CUstreamCaptureMode,

@@ -9,7 +9,7 @@ use cudarc::driver::sys;
 
 use super::driver::{Context, check};
 use crate::error::Result;
-use crate::ledger::Entry;
+use crate::ledger::Charge;
 use crate::pinned::HostMapping;
 
 /// A stream, owned or borrowed.
@@ -33,7 +33,7 @@ impl CudaStream {
         Ok(Self { raw, owner: Some(context.clone()) })
     }
 
-    /// Names a stream of somebody else's.
+    /// Names a stream that other code made.
     pub(crate) fn borrow(handle: usize) -> Self {
         Self { raw: handle as sys::CUstream, owner: None }
     }
@@ -82,15 +82,15 @@ impl Drop for CudaEvent {
 pub(crate) struct CudaMemory {
     pub(crate) raw: sys::CUdeviceptr,
     context: Arc<Context>,
-    _entry: Entry,
+    _charge: Charge,
 }
 
 impl CudaMemory {
-    /// The raw answer goes back to the caller, who knows how to tell "full" from "broken".
+    /// The raw answer goes back to the caller, which turns "out of memory" into an error with numbers.
     pub(crate) fn allocate(
         context: &Arc<Context>,
         bytes: u64,
-        entry: Entry,
+        charge: Charge,
     ) -> Result<std::result::Result<Self, sys::CUresult>> {
         let _bound = context.bind()?;
         let mut raw = 0;
@@ -100,7 +100,7 @@ impl CudaMemory {
             return Ok(Err(answer));
         }
         check("cuMemAlloc", answer)?;
-        Ok(Ok(Self { raw, context: context.clone(), _entry: entry }))
+        Ok(Ok(Self { raw, context: context.clone(), _charge: charge }))
     }
 }
 
@@ -117,7 +117,7 @@ pub(crate) struct Registration {
     // Declared before the mapping: unregistered first, unmapped after.
     pieces: Pieces,
     mapping: HostMapping,
-    _entry: Entry,
+    _charge: Charge,
 }
 
 struct Pieces {
@@ -141,7 +141,7 @@ impl Registration {
         context: &Arc<Context>,
         mapping: HostMapping,
         pieces: &[(u64, u64)],
-        entry: Entry,
+        charge: Charge,
     ) -> Result<Self> {
         let mut registered = Pieces { context: context.clone(), addrs: Vec::with_capacity(pieces.len()) };
         for &(offset, bytes) in pieces {
@@ -153,7 +153,7 @@ impl Registration {
             })?;
             registered.addrs.push(addr);
         }
-        Ok(Self { pieces: registered, mapping, _entry: entry })
+        Ok(Self { pieces: registered, mapping, _charge: charge })
     }
 
     pub(crate) fn addr(&self) -> usize {

@@ -1,70 +1,67 @@
-//! The shipped kernels: loaded once per device, their parameters laid out as `kernels.cu` expects them.
+//! The shipped kernels, their parameters laid out as the files in `kernels/` expect them.
+//!
+//! What every optimizer needs is loaded when a device is opened. A rule's kernels, and those for benchmarks and tests,
+//! are loaded at their first use and stay.
 
 use std::ffi::{CString, c_void};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use cudarc::driver::sys;
 
 use super::driver::{Context, check};
-use crate::arith::AdamWScalars;
 use crate::error::{Error, Result};
-use crate::kernel::{AdamW, AdamWSegment, Dtype, Kernel};
+use crate::kernel::{Dtype, Kernel};
 use crate::memory::Region;
+use crate::update::{MAX_COLUMNS, MAX_SCALARS, RULES, Rule, Scalars, Segment, Update};
 
-/// Made from `kernels.cu` by `scripts/make_ptx.py`.
-pub(crate) const PTX: &str = include_str!("kernels.ptx");
+/// Made from the `.cu` files beside them by `scripts/make_ptx.py`.
+const MOVES: &str = include_str!("kernels/moves.ptx");
+const PROBES: &str = include_str!("kernels/probes.ptx");
 
-// The constants and structs below mirror those of the same names in kernels.cu.
+// The constants and structs below mirror those of the same names in kernels/*.cuh and moves.cu.
 const THREADS: u32 = 256;
 const BLOCK_ELEMENTS: u64 = 4096;
 const MAX_SEGMENTS: usize = 56;
-const MAX_SCALARS: usize = 8;
+const MAX_SETS: usize = 8;
 const COPY_BLOCK_BYTES: u64 = 32768;
 const MAX_PAIRS: usize = 168;
+/// Positions in a parameter are passed modulo this; what rules ask of a position repeats at least as often.
+const POSITIONS: u64 = 2048;
 /// Enough blocks to fill any GPU several times over; the loops in the kernels cover the rest.
 const MAX_BLOCKS: u64 = 4096;
 
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct RawScalars {
-    decay: f32,
-    beta1: f32,
-    one_minus_beta1: f32,
-    beta2: f32,
-    one_minus_beta2: f32,
-    step_size: f32,
-    bias_correction2_sqrt: f32,
-    eps: f32,
-    decays: u32,
-    maximize: u32,
+    values: [f32; MAX_SCALARS],
+    flags: u32,
+    unused: u32,
 }
 
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 struct RawSegment {
-    param: u64,
+    weight: u64,
     grad: u64,
-    exp_avg: u64,
-    exp_avg_sq: u64,
-    max_exp_avg_sq: u64,
+    state: [u64; MAX_COLUMNS],
     master: u64,
     elements: u32,
     first_block: u32,
     scalars: u32,
-    unused: u32,
+    first: u32,
 }
 
 #[repr(C)]
-struct RawAdamW {
+struct RawUpdate {
     grad_scale: u64,
     skip: u64,
     segments: u32,
     unused: u32,
-    scalars: [RawScalars; MAX_SCALARS],
+    scalars: [RawScalars; MAX_SETS],
     segment: [RawSegment; MAX_SEGMENTS],
 }
 
-const _: () = assert!(size_of::<RawAdamW>() == 3928, "the parameter size that kernels.ptx declares");
+const _: () = assert!(size_of::<RawUpdate>() == 3928, "the parameter size that the PTX declares");
 
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
@@ -82,37 +79,41 @@ struct RawPairs {
     pair: [RawPair; MAX_PAIRS],
 }
 
-const _: () = assert!(size_of::<RawPairs>() == 4040, "the parameter size that kernels.ptx declares");
-
-impl From<&AdamWScalars> for RawScalars {
-    fn from(s: &AdamWScalars) -> Self {
-        Self {
-            decay: s.decay,
-            beta1: s.beta1,
-            one_minus_beta1: s.one_minus_beta1,
-            beta2: s.beta2,
-            one_minus_beta2: s.one_minus_beta2,
-            step_size: s.step_size,
-            bias_correction2_sqrt: s.bias_correction2_sqrt,
-            eps: s.eps,
-            decays: u32::from(s.decays),
-            maximize: u32::from(s.maximize),
-        }
-    }
-}
+const _: () = assert!(size_of::<RawPairs>() == 4040, "the parameter size that the PTX declares");
 
 fn address(region: Option<&Region>) -> u64 {
     region.map_or(0, |region| region.addr() as u64)
 }
 
-impl RawAdamW {
-    fn new(step: &AdamW<'_>) -> Self {
+impl From<&Scalars> for RawScalars {
+    fn from(s: &Scalars) -> Self {
+        Self { values: s.values, flags: s.flags, unused: 0 }
+    }
+}
+
+impl RawSegment {
+    fn new(segment: &Segment, first_block: u32, scalars: u32) -> Self {
         Self {
-            grad_scale: address(step.grad_scale.as_ref()),
-            skip: address(step.skip.as_ref()),
+            weight: segment.weight.addr() as u64,
+            grad: segment.grad.addr() as u64,
+            state: segment.state.each_ref().map(|column| address(column.as_ref())),
+            master: address(segment.master.as_ref()),
+            elements: segment.elements() as u32,
+            first_block,
+            scalars,
+            first: (segment.first % POSITIONS) as u32,
+        }
+    }
+}
+
+impl RawUpdate {
+    fn new(update: &Update<'_>) -> Self {
+        Self {
+            grad_scale: address(update.grad_scale.as_ref()),
+            skip: address(update.skip.as_ref()),
             segments: 0,
             unused: 0,
-            scalars: [RawScalars::default(); MAX_SCALARS],
+            scalars: [RawScalars::default(); MAX_SETS],
             segment: [RawSegment::default(); MAX_SEGMENTS],
         }
     }
@@ -120,20 +121,49 @@ impl RawAdamW {
 
 /// The loaded kernels of one device.
 pub(crate) struct Kernels {
-    _module: Module,
-    adamw: [sys::CUfunction; 9],
+    context: Arc<Context>,
     copy_pairs: sys::CUfunction,
-    uniform: sys::CUfunction,
     powers: sys::CUfunction,
+    probes: OnceLock<Probes>,
+    rules: [OnceLock<RuleKernels>; RULES.len()],
+    /// One thread loads at a time.
+    loading: Mutex<()>,
+    _moves: Module,
+}
+
+/// Kernels for benchmarks and tests.
+struct Probes {
+    uniform: sys::CUfunction,
     count_differences: sys::CUfunction,
     spin: sys::CUfunction,
     trap: sys::CUfunction,
+    _module: Module,
+}
+
+/// A rule's kernels, by the types of weight and gradient.
+struct RuleKernels {
+    functions: [sys::CUfunction; 9],
+    _module: Module,
+}
+
+impl RuleKernels {
+    fn of(&self, segment: &Segment) -> sys::CUfunction {
+        self.functions[3 * dtype_index(segment.weight_dtype) + dtype_index(segment.grad_dtype)]
+    }
 }
 
 // SAFETY: module and function handles may be used from any thread.
 unsafe impl Send for Kernels {}
-// SAFETY: as above; they never change after loading.
+// SAFETY: as above; they never change after loading, and loading is done under a lock.
 unsafe impl Sync for Kernels {}
+// SAFETY: as for `Kernels`.
+unsafe impl Send for Probes {}
+// SAFETY: as for `Kernels`.
+unsafe impl Sync for Probes {}
+// SAFETY: as for `Kernels`.
+unsafe impl Send for RuleKernels {}
+// SAFETY: as for `Kernels`.
+unsafe impl Sync for RuleKernels {}
 
 /// A loaded module, unloaded when dropped.
 struct Module {
@@ -149,18 +179,10 @@ impl Drop for Module {
     }
 }
 
-fn dtype_index(dtype: Dtype) -> usize {
-    match dtype {
-        Dtype::F32 => 0,
-        Dtype::Bf16 => 1,
-        Dtype::F16 => 2,
-    }
-}
-
-impl Kernels {
-    pub(crate) fn load(context: &Arc<Context>, ptx: &str) -> Result<Self> {
-        let _bound = context.bind()?;
+impl Module {
+    fn load(context: &Arc<Context>, ptx: &str) -> Result<Self> {
         let refused = |log: String| Error::KernelsRefused { device: context.name.clone(), log };
+        let _bound = context.bind()?;
         let text = CString::new(ptx).map_err(|_| refused("the PTX holds a zero byte".to_owned()))?;
         let mut log = vec![0u8; 4096];
         let mut keys =
@@ -176,29 +198,84 @@ impl Kernels {
             let end = log.iter().position(|&byte| byte == 0).unwrap_or(log.len());
             return Err(refused(format!("{error} {}", String::from_utf8_lossy(&log[..end])).trim_end().to_owned()));
         }
-        let module = Module { context: context.clone(), raw: module };
-        let find = |name: &str| {
-            let text = CString::new(name).map_err(|_| refused(name.to_owned()))?;
-            let mut function = std::ptr::null_mut();
-            // SAFETY: a live module and a name that ends in a zero byte.
-            let answer = unsafe { sys::cuModuleGetFunction(&mut function, module.raw, text.as_ptr()) };
-            check("cuModuleGetFunction", answer).map_err(|error| refused(format!("{name}: {error}")))?;
-            Ok(function)
-        };
-        let mut adamw = [std::ptr::null_mut(); 9];
-        for (i, function) in adamw.iter_mut().enumerate() {
-            const NAMES: [&str; 3] = ["f32", "bf16", "f16"];
-            *function = find(&format!("adamw_{}_{}", NAMES[i / 3], NAMES[i % 3]))?;
-        }
+        Ok(Self { context: context.clone(), raw: module })
+    }
+
+    fn find(&self, name: &str) -> Result<sys::CUfunction> {
+        let refused = |log: String| Error::KernelsRefused { device: self.context.name.clone(), log };
+        let _bound = self.context.bind()?;
+        let text = CString::new(name).map_err(|_| refused(name.to_owned()))?;
+        let mut function = std::ptr::null_mut();
+        // SAFETY: a live module and a name that ends in a zero byte.
+        let answer = unsafe { sys::cuModuleGetFunction(&mut function, self.raw, text.as_ptr()) };
+        check("cuModuleGetFunction", answer).map_err(|error| refused(format!("{name}: {error}")))?;
+        Ok(function)
+    }
+}
+
+fn dtype_index(dtype: Dtype) -> usize {
+    match dtype {
+        Dtype::F32 => 0,
+        Dtype::Bf16 => 1,
+        Dtype::F16 => 2,
+    }
+}
+
+impl Kernels {
+    /// Loads what every optimizer needs, from the shipped PTX or another with the same entries.
+    pub(crate) fn load(context: &Arc<Context>, ptx: Option<&str>) -> Result<Self> {
+        let moves = Module::load(context, ptx.unwrap_or(MOVES))?;
         Ok(Self {
-            adamw,
-            copy_pairs: find("copy_pairs")?,
-            uniform: find("uniform")?,
-            powers: find("powers")?,
-            count_differences: find("count_differences")?,
-            spin: find("spin")?,
-            trap: find("trap")?,
-            _module: module,
+            context: context.clone(),
+            copy_pairs: moves.find("copy_pairs")?,
+            powers: moves.find("powers")?,
+            probes: OnceLock::new(),
+            rules: std::array::from_fn(|_| OnceLock::new()),
+            loading: Mutex::new(()),
+            _moves: moves,
+        })
+    }
+
+    /// What is in a cell, loaded now if it was not.
+    fn loaded<'a, T>(&self, cell: &'a OnceLock<T>, load: impl FnOnce() -> Result<T>) -> Result<&'a T> {
+        if let Some(loaded) = cell.get() {
+            return Ok(loaded);
+        }
+        let _one = self.loading.lock().unwrap_or_else(PoisonError::into_inner);
+        if cell.get().is_none() {
+            let _ = cell.set(load()?);
+        }
+        cell.get().ok_or_else(|| Error::KernelsRefused { device: self.context.name.clone(), log: String::new() })
+    }
+
+    /// A rule's kernels.
+    fn rule(&self, rule: &Rule) -> Result<&RuleKernels> {
+        self.loaded(&self.rules[rule.index()], || {
+            const NAMES: [&str; 3] = ["f32", "bf16", "f16"];
+            let module = Module::load(&self.context, rule.ptx)?;
+            let mut functions = [std::ptr::null_mut(); 9];
+            for (i, function) in functions.iter_mut().enumerate() {
+                *function = module.find(&format!("{}_{}_{}", rule.name, NAMES[i / 3], NAMES[i % 3]))?;
+            }
+            Ok(RuleKernels { functions, _module: module })
+        })
+    }
+
+    /// Loads a rule's kernels.
+    pub(crate) fn load_rule(&self, rule: &Rule) -> Result<()> {
+        self.rule(rule).map(|_| ())
+    }
+
+    fn probes(&self) -> Result<&Probes> {
+        self.loaded(&self.probes, || {
+            let module = Module::load(&self.context, PROBES)?;
+            Ok(Probes {
+                uniform: module.find("uniform")?,
+                count_differences: module.find("count_differences")?,
+                spin: module.find("spin")?,
+                trap: module.find("trap")?,
+                _module: module,
+            })
         })
     }
 
@@ -218,7 +295,7 @@ impl Kernels {
                 let (mut values, mut elements) = (dst.addr() as u64, dst.bytes() / 4);
                 let (mut seed, mut low, mut high) = (*seed, *low, *high);
                 let mut args = [arg(&mut values), arg(&mut elements), arg(&mut seed), arg(&mut low), arg(&mut high)];
-                self.start(self.uniform, wide(elements), THREADS, stream, &mut args)
+                self.start(self.probes()?.uniform, wide(elements), THREADS, stream, &mut args)
             }
             Kernel::Powers { dst, beta, first } => {
                 let (mut values, mut elements) = (dst.addr() as u64, dst.bytes() / 4);
@@ -230,28 +307,28 @@ impl Kernels {
                 let (mut a_addr, mut b_addr, mut words) = (a.addr() as u64, b.addr() as u64, a.bytes() / 4);
                 let mut count = count.addr() as u64;
                 let mut args = [arg(&mut a_addr), arg(&mut b_addr), arg(&mut words), arg(&mut count)];
-                self.start(self.count_differences, wide(words), THREADS, stream, &mut args)
+                self.start(self.probes()?.count_differences, wide(words), THREADS, stream, &mut args)
             }
-            Kernel::AdamW(step) => self.adamw(stream, step),
+            Kernel::Update(update) => self.update(stream, update),
             Kernel::CopyPairs { pairs } => self.copy_pairs(stream, pairs),
             Kernel::Spin { ns } => {
                 let mut ns = *ns;
-                self.start(self.spin, 1, 1, stream, &mut [arg(&mut ns)])
+                self.start(self.probes()?.spin, 1, 1, stream, &mut [arg(&mut ns)])
             }
-            Kernel::Trap => self.start(self.trap, 1, 1, stream, &mut []),
+            Kernel::Trap => self.start(self.probes()?.trap, 1, 1, stream, &mut []),
         }
     }
 
     /// Packs segments into as few launches as their types and the parameter space allow.
-    fn adamw(&self, stream: sys::CUstream, step: &AdamW<'_>) -> Result<()> {
-        let mut raw = RawAdamW::new(step);
-        // Which entry of `step.scalars` each slot of `raw.scalars` holds.
-        let mut sets: Vec<u32> = Vec::with_capacity(MAX_SCALARS);
+    fn update(&self, stream: sys::CUstream, update: &Update<'_>) -> Result<()> {
+        let (mut raw, kernels) = (RawUpdate::new(update), self.rule(update.rule)?);
+        // Which entry of `update.scalars` each place of `raw.scalars` holds.
+        let mut sets: Vec<u32> = Vec::with_capacity(MAX_SETS);
         let (mut blocks, mut function) = (0u64, std::ptr::null_mut());
-        for segment in step.segments {
-            let wanted = self.adamw[3 * dtype_index(segment.param_dtype) + dtype_index(segment.grad_dtype)];
+        for segment in update.segments {
+            let wanted = kernels.of(segment);
             let known = sets.iter().position(|&set| set == segment.scalars);
-            let full = raw.segments as usize == MAX_SEGMENTS || (known.is_none() && sets.len() == MAX_SCALARS);
+            let full = raw.segments as usize == MAX_SEGMENTS || (known.is_none() && sets.len() == MAX_SETS);
             if raw.segments > 0 && (full || wanted != function) {
                 self.start(function, blocks as u32, THREADS, stream, &mut [arg(&mut raw)])?;
                 (raw.segments, blocks) = (0, 0);
@@ -259,11 +336,11 @@ impl Kernels {
             }
             function = wanted;
             let set = sets.iter().position(|&set| set == segment.scalars).unwrap_or_else(|| {
-                raw.scalars[sets.len()] = (&step.scalars[segment.scalars as usize]).into();
+                raw.scalars[sets.len()] = (&update.scalars[segment.scalars as usize]).into();
                 sets.push(segment.scalars);
                 sets.len() - 1
             });
-            raw.segment[raw.segments as usize] = raw_segment(segment, blocks as u32, set as u32);
+            raw.segment[raw.segments as usize] = RawSegment::new(segment, blocks as u32, set as u32);
             raw.segments += 1;
             blocks += segment.elements().div_ceil(BLOCK_ELEMENTS);
         }
@@ -301,7 +378,7 @@ impl Kernels {
         args: &mut [*mut c_void],
     ) -> Result<()> {
         // SAFETY: the function belongs to a loaded module; `args` points to one live value per parameter, of the types
-        // that kernels.cu declares; the driver copies them before it returns. Addresses among them come from checked
+        // that the kernels declare; the driver copies them before it returns. Addresses among them come from checked
         // regions.
         let answer = unsafe {
             sys::cuLaunchKernel(
@@ -324,19 +401,4 @@ impl Kernels {
 
 fn arg<T>(value: &mut T) -> *mut c_void {
     std::ptr::from_mut(value).cast()
-}
-
-fn raw_segment(segment: &AdamWSegment, first_block: u32, scalars: u32) -> RawSegment {
-    RawSegment {
-        param: segment.param.addr() as u64,
-        grad: segment.grad.addr() as u64,
-        exp_avg: segment.exp_avg.addr() as u64,
-        exp_avg_sq: segment.exp_avg_sq.addr() as u64,
-        max_exp_avg_sq: address(segment.max_exp_avg_sq.as_ref()),
-        master: address(segment.master.as_ref()),
-        elements: segment.elements() as u32,
-        first_block,
-        scalars,
-        unused: 0,
-    }
 }

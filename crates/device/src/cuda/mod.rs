@@ -23,6 +23,7 @@ use crate::ledger::Ledger;
 use crate::memory::{Buffer, DeviceId, Place, Region, Slab, SlabLayout};
 use crate::pinned::{HostMapping, PinStats};
 use crate::stream::{Event, EventKind, Stream, StreamKind};
+use crate::update::Rule;
 use driver::{Context, check};
 use handles::{CudaEvent, CudaMemory, CudaStream, Registration};
 use launch::Kernels;
@@ -39,9 +40,7 @@ const NAP: Duration = Duration::from_micros(20);
 pub struct CudaOptions {
     /// Which one.
     pub ordinal: usize,
-    /// Most bytes that may be pinned at once.
-    pub pinned_budget_bytes: Option<u64>,
-    /// Other kernels than the shipped ones, as PTX with the same entries.
+    /// Other kernels than the shipped ones for copies and powers, as PTX with the same entries.
     pub ptx: Option<String>,
 }
 
@@ -63,14 +62,14 @@ impl CudaDevice {
     /// Opens it, or says what is missing.
     pub fn open(options: CudaOptions) -> Result<Arc<Self>> {
         let context = Context::open(options.ordinal)?;
-        let kernels = Kernels::load(&context, options.ptx.as_deref().unwrap_or(launch::PTX))?;
+        let kernels = Kernels::load(&context, options.ptx.as_deref())?;
         let info = Info {
             id: DeviceId::fresh(),
             name: context.name.clone(),
             model: context.model.clone(),
             backend: Backend::Cuda,
         };
-        Ok(Arc::new(Self { info, ledger: Ledger::new(options.pinned_budget_bytes), kernels, context }))
+        Ok(Arc::new(Self { info, ledger: Ledger::new(), kernels, context }))
     }
 
     fn raw_stream(&self, stream: &Stream) -> Result<sys::CUstream> {
@@ -110,7 +109,6 @@ impl Device for CudaDevice {
             free_bytes,
             allocated_bytes: self.ledger.allocated_bytes.load(Relaxed),
             pinned_bytes: self.ledger.pinned_bytes.load(Relaxed),
-            pinned_budget_bytes: self.ledger.pinned_budget_bytes,
         })
     }
 
@@ -129,19 +127,19 @@ impl Device for CudaDevice {
             available_bytes: free_bytes,
             capacity_bytes,
         };
-        let entry = self.ledger.allocate(bytes, capacity_bytes).map_err(|_| full())?;
-        let memory = CudaMemory::allocate(&self.context, bytes, entry)?.map_err(|_| full())?;
+        let charge = self.ledger.allocate(bytes, capacity_bytes).map_err(|_| full())?;
+        let memory = CudaMemory::allocate(&self.context, bytes, charge)?.map_err(|_| full())?;
         self.ledger.count_allocation();
         Ok(Buffer::new(memory.raw as usize, bytes, Place::Device, Some(self.info.id), Arc::new(memory)))
     }
 
     fn pin(&self, layout: SlabLayout) -> Result<Slab> {
         self.context.not_forked()?;
-        let entry = self.ledger.pin(layout.bytes())?;
+        let charge = self.ledger.pin(layout.bytes());
         let mapping = HostMapping::new(layout.bytes(), threads())?;
         let (fault_ns, huge_pages) = (mapping.fault_ns, mapping.huge_pages);
         let start = Instant::now();
-        let registration = Registration::new(&self.context, mapping, layout.pieces(), entry)?;
+        let registration = Registration::new(&self.context, mapping, layout.pieces(), charge)?;
         let register_ns = start.elapsed().as_nanos() as u64;
         self.ledger.count_pin();
         let stats = PinStats { bytes: layout.bytes(), fault_ns, register_ns, huge_pages };
@@ -191,7 +189,7 @@ impl Device for CudaDevice {
         }
     }
 
-    /// Polls, because both of the driver's own ways cost more: it spins on a core whoever else wants it, or it has every
+    /// Polls, because both of the driver's own ways cost more: it spins on a core that others may need, or it makes every
     /// recording of the event raise an interrupt, which holds up the copy engine. A chunk is waited for less than a
     /// millisecond; for so long the thread offers its core to others and looks again, since a sleeping core may take
     /// longer to wake than a slot can wait. After that it naps.
@@ -227,7 +225,7 @@ impl Device for CudaDevice {
         if from.bytes() == 0 {
             return Ok(());
         }
-        // SAFETY: two live, disjoint ranges of equal length that this context can reach; unified addressing tells the
+        // SAFETY: two live, disjoint ranges of equal length that this context can reach; unified addressing gives the
         // direction. They stay alive until the copy has ended, because their owners drain the device before they free;
         // of pageable memory the driver is done when the call returns.
         self.context.call("cuMemcpyAsync", || unsafe {
@@ -257,6 +255,10 @@ impl Device for CudaDevice {
         let raw = self.raw_stream(stream)?;
         let _bound = self.context.bind()?;
         self.kernels.launch(raw, kernel)
+    }
+
+    fn load(&self, rule: &'static Rule) -> Result<()> {
+        self.kernels.load_rule(rule)
     }
 
     fn enter(&self) -> Result<Entered> {

@@ -1,107 +1,10 @@
-//! The bench the tests run on: which backends there are, and how bytes get onto a device and off it again.
+//! What the bodies of the contract get: a device, and how bytes get onto it and off it again.
 
 use std::ops::Deref;
-use std::sync::{Mutex, OnceLock, PoisonError};
 
-use forebay_device::arith::uniform_element;
-use forebay_device::{
-    Backend, Buffer, Checked, Device, Error, Event, Kernel, Region, Result, SharedDevice, SlabLayout, Stream, backends,
-    open, open_with_budget,
-};
-
-/// A backend under test.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kind {
-    Cpu,
-    CpuChecked,
-    Cuda,
-    CudaChecked,
-}
-
-impl Kind {
-    pub(crate) fn is_cuda(self) -> bool {
-        matches!(self, Self::Cuda | Self::CudaChecked)
-    }
-
-    pub(crate) fn is_checked(self) -> bool {
-        matches!(self, Self::CpuChecked | Self::CudaChecked)
-    }
-
-    /// Another device of this kind, with books of its own.
-    pub(crate) fn open(self, pinned_budget_bytes: Option<u64>) -> SharedDevice {
-        self.dress(self.open_plain(pinned_budget_bytes))
-    }
-
-    /// The same without the checker.
-    pub(crate) fn open_plain(self, pinned_budget_bytes: Option<u64>) -> SharedDevice {
-        open_with_budget(if self.is_cuda() { "cuda:0" } else { "cpu" }, pinned_budget_bytes).unwrap()
-    }
-
-    /// A device as this kind wears it: under the checker or plain.
-    pub(crate) fn dress(self, device: SharedDevice) -> SharedDevice {
-        if self.is_checked() { Checked::wrap(device) } else { device }
-    }
-}
-
-/// Makes a module of tests per body, one test per backend of the group: `every`, `cpu` or `checked` ones.
-macro_rules! contract {
-    ($($group:ident: $($body:ident),+ $(,)?;)+) => {$($(
-        mod $body {
-            contract!(@$group super::$body);
-        }
-    )+)+};
-    (@every $body:path) => {
-        contract!(@cpu $body);
-        contract!(@test cuda, Cuda, $body);
-        contract!(@test cuda_checked, CudaChecked, $body);
-    };
-    (@cpu $body:path) => {
-        contract!(@test cpu, Cpu, $body);
-        contract!(@test cpu_checked, CpuChecked, $body);
-    };
-    (@checked $body:path) => {
-        contract!(@test cpu_checked, CpuChecked, $body);
-        contract!(@test cuda_checked, CudaChecked, $body);
-    };
-    (@test $name:ident, $kind:ident, $body:path) => {
-        #[test]
-        fn $name() {
-            $crate::bench::run($crate::bench::Kind::$kind, $body);
-        }
-    };
-}
-
-/// Runs a body on a backend, where the machine has it.
-pub(crate) fn run(kind: Kind, body: impl FnOnce(&Subject)) {
-    // One at a time: the streams of several tests would share the GPU's few hardware queues and wait for each other,
-    // and freeing memory drains the whole context.
-    static TURN: Mutex<()> = Mutex::new(());
-    static CONTEXT: OnceLock<SharedDevice> = OnceLock::new();
-    let mut _turn = None;
-    if kind.is_cuda() {
-        if !has_cuda() {
-            return;
-        }
-        _turn = Some(TURN.lock().unwrap_or_else(PoisonError::into_inner));
-        // Keeps the context from being torn down and built again between tests.
-        CONTEXT.get_or_init(|| open("cuda:0").unwrap());
-    }
-    body(&Subject { device: kind.open(None), kind });
-}
-
-/// Whether there is a GPU; a word where there is none, or a failure where one was promised.
-pub(crate) fn has_cuda() -> bool {
-    let cuda = backends().into_iter().find(|status| status.backend == Backend::Cuda).unwrap();
-    if cuda.devices.is_empty() {
-        assert!(
-            std::env::var("FOREBAY_REQUIRE_CUDA").as_deref() != Ok("1"),
-            "FOREBAY_REQUIRE_CUDA=1 and no CUDA device: {:?}",
-            cuda.problem
-        );
-        eprintln!("no CUDA device: skipped");
-    }
-    !cuda.devices.is_empty()
-}
+use forebay_device::kernel::uniform_element;
+pub(crate) use forebay_device::testing::bench::{Kind, OfKind, has_cuda, in_one_of_three};
+use forebay_device::{Buffer, Device, Error, Event, Kernel, Region, Result, SharedDevice, SlabLayout, Stream};
 
 /// The device under test.
 pub(crate) struct Subject {
@@ -114,6 +17,12 @@ impl Deref for Subject {
 
     fn deref(&self) -> &Self::Target {
         &*self.device
+    }
+}
+
+impl OfKind for Subject {
+    fn of_kind(kind: Kind) -> Self {
+        Self { device: kind.open(), kind }
     }
 }
 
@@ -193,12 +102,6 @@ pub(crate) fn pattern(seed: u64, bytes: usize) -> Vec<u8> {
 pub(crate) fn random(seed: u64, index: u64) -> u64 {
     let half = |index| u64::from(uniform_element(seed, index, 1.0, 2.0).to_bits() & 0x7f_ffff) >> 3;
     half(2 * index) << 20 | half(2 * index + 1)
-}
-
-/// What can only go wrong when this machine stalls a thread for longer than a spin may be tried again: a device that
-/// gets it wrong does so every time.
-pub(crate) fn in_one_of_three(what: &str, attempt: impl Fn() -> bool) {
-    assert!((0..3).any(|_| attempt()), "{what}");
 }
 
 pub(crate) fn refused<T: std::fmt::Debug>(outcome: Result<T>) {

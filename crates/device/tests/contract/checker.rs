@@ -1,18 +1,21 @@
 //! The checker itself: every unordered pair is refused with both names, and no ordered program is.
 
-use forebay_device::arith::AdamWHyper;
+use std::sync::Arc;
+
 use forebay_device::fault::{Call, Fault, Misbehaviour};
-use forebay_device::{AdamW, AdamWSegment, Checked, Dtype, Error, Kernel, Region, Result};
+use forebay_device::{Buffer, Checked, Dtype, Error, Kernel, Place, Region, Result, Segment, Update};
 
 use crate::bench::{Subject, refused};
+use crate::written::{groups, rules};
 
-contract! {
+forebay_device::on_devices! {
     checked:
         two_writes_without_an_event_are_refused,
         a_read_and_a_write_without_an_event_are_refused,
         a_host_read_before_the_synchronize_is_refused,
         a_host_write_under_a_fetch_is_refused,
         every_operand_of_an_update_is_watched,
+        every_operand_of_a_small_kernel_is_watched,
         a_wait_for_an_older_mark_orders_nothing_newer,
         a_wait_orders_what_comes_after_it_only,
         order_passes_through_a_third_stream,
@@ -20,6 +23,8 @@ contract! {
         a_query_that_says_yes_orders,
         two_reads_need_no_order,
         disjoint_ranges_are_no_conflict,
+        two_buffers_over_one_memory_are_found_to_race,
+        memory_that_was_given_back_races_with_nothing,
         a_refused_race_did_not_happen,
         a_refused_call_leaves_no_trace;
 }
@@ -88,44 +93,52 @@ fn a_host_write_under_a_fetch_is_refused(on: &Subject) {
 }
 
 fn every_operand_of_an_update_is_watched(on: &Subject) {
-    let scalars = [AdamWHyper::default().at_step(1)];
-    let operands: Vec<Region> = (0..8).map(|_| on.upload(&[0; 4]).all()).collect();
-    let at = |i: usize| operands[i].clone();
-    let segments = [AdamWSegment {
-        param: at(0),
-        param_dtype: Dtype::F32,
-        grad: at(1),
-        grad_dtype: Dtype::F32,
-        exp_avg: at(2),
-        exp_avg_sq: at(3),
-        max_exp_avg_sq: Some(at(4)),
-        master: Some(at(5)),
-        scalars: 0,
-    }];
-    let step = AdamW { segments: &segments, scalars: &scalars, grad_scale: Some(at(6)), skip: Some(at(7)) };
-    let host = on.pinned(4);
-    for (i, operand) in operands.iter().enumerate() {
-        let [update, other] = on.streams(["the-update", "the-other"]);
-        on.fill(&other, operand, 0).unwrap();
-        race(on.launch(&update, &Kernel::AdamW(step.clone())), ["the-update", "the-other"]);
-        on.finish(&other).unwrap();
-        on.launch(&update, &Kernel::AdamW(step.clone())).unwrap();
-        race(on.fill(&other, operand, 0), ["the-update", "the-other"]);
-        let read = on.copy(&other, operand, &host);
-        if [1, 6, 7].contains(&i) {
-            read.unwrap();
-        } else {
-            race(read, ["the-update", "the-other"]);
+    for rule in rules() {
+        let columns = rule.columns.len();
+        let scalars = [groups(rule)[0].scalars()];
+        // Those that are only read come first.
+        let operands: Vec<Region> = (0..5 + columns).map(|_| on.upload(&[0; 4]).all()).collect();
+        let at = |i: usize| operands[i].clone();
+        let segments = [Segment {
+            grad: at(2),
+            grad_dtype: Dtype::F32,
+            weight: at(3),
+            weight_dtype: Dtype::F32,
+            state: std::array::from_fn(|column| (column < columns).then(|| at(5 + column))),
+            master: Some(at(4)),
+            first: 0,
+            scalars: 0,
+        }];
+        let update =
+            Update { rule, segments: &segments, scalars: &scalars, grad_scale: Some(at(0)), skip: Some(at(1)) };
+        let host = on.pinned(4);
+        for (i, operand) in operands.iter().enumerate() {
+            let [updating, other] = on.streams(["the-update", "the-other"]);
+            on.fill(&other, operand, 0).unwrap();
+            race(on.launch(&updating, &Kernel::Update(update.clone())), ["the-update", "the-other"]);
+            on.finish(&other).unwrap();
+            on.launch(&updating, &Kernel::Update(update.clone())).unwrap();
+            race(on.fill(&other, operand, 0), ["the-update", "the-other"]);
+            let read = on.copy(&other, operand, &host);
+            if i < 3 {
+                read.unwrap();
+            } else {
+                race(read, ["the-update", "the-other"]);
+            }
+            on.finish(&updating).unwrap();
+            on.finish(&other).unwrap();
         }
-        on.finish(&update).unwrap();
-        on.finish(&other).unwrap();
     }
+}
+
+fn every_operand_of_a_small_kernel_is_watched(on: &Subject) {
+    let [a, b] = [0, 1].map(|_| on.upload(&[0; 4]).all());
+    let (count, host) = (on.upload(&[0; 8]).all(), on.pinned(4));
     let [one, two] = on.streams(["one", "two"]);
-    let count = on.upload(&[0; 8]).all();
-    on.fill(&one, &at(0), 0).unwrap();
-    let compare = Kernel::CountDifferences { a: at(1), b: at(0), count: count.clone() };
+    on.fill(&one, &a, 0).unwrap();
+    let compare = Kernel::CountDifferences { a: b, b: a.clone(), count: count.clone() };
     race(on.launch(&two, &compare), ["one", "two"]);
-    let powers = Kernel::Powers { dst: at(0), beta: 0.9, first: 1 };
+    let powers = Kernel::Powers { dst: a, beta: 0.9, first: 1 };
     race(on.launch(&two, &powers), ["one", "two"]);
     on.finish(&one).unwrap();
     on.launch(&two, &compare).unwrap();
@@ -243,6 +256,53 @@ fn disjoint_ranges_are_no_conflict(on: &Subject) {
     assert!(bytes[..500].iter().all(|&b| b == 1) && bytes[500..].iter().all(|&b| b == 2));
 }
 
+/// Memory that is borrowed twice, such as a tensor of torch's that two calls name, is the same memory.
+#[expect(unsafe_code, reason = "memory is borrowed by address")]
+fn two_buffers_over_one_memory_are_found_to_race(on: &Subject) {
+    let [a, b] = on.streams(["a", "b"]);
+    let home = on.alloc(1000).unwrap();
+    let borrow = |offset: usize, bytes: u64| {
+        let (addr, owner) = (home.addr() + offset, Arc::new(home.clone()));
+        // SAFETY: a range of `home`, which its owner keeps.
+        unsafe { Buffer::borrow(addr, bytes, Place::Device, on.info().id, owner) }.unwrap()
+    };
+    let (low, high, apart) = (borrow(0, 600), borrow(400, 600), borrow(600, 400));
+    on.fill(&a, &low.all(), 1).unwrap();
+    race(on.fill(&b, &high.all(), 2), ["on a", "on b"]);
+    race(on.fill(&b, &high.region(199, 1).unwrap(), 2), ["on a", "on b"]);
+    race(on.fill(&b, &home.all(), 2), ["on a", "on b"]);
+    on.fill(&b, &high.region(200, 400).unwrap(), 2).unwrap();
+    race(on.fill(&a, &apart.all(), 3), ["on a", "on b"]);
+    on.finish(&a).unwrap();
+    on.fill(&b, &high.all(), 4).unwrap();
+    race(on.fill(&a, &low.all(), 5), ["on a", "on b"]);
+    on.finish(&b).unwrap();
+    on.fill(&a, &low.all(), 5).unwrap();
+    on.finish(&a).unwrap();
+    let bytes = on.download(&home.all());
+    assert!(bytes[..600].iter().all(|&b| b == 5) && bytes[600..].iter().all(|&b| b == 4));
+}
+
+/// A device frees memory when the work that uses it has ended, so what is allocated at the same address is fresh.
+fn memory_that_was_given_back_races_with_nothing(on: &Subject) {
+    let [a, b] = on.streams(["a", "b"]);
+    for round in 0..50u8 {
+        let old = on.alloc(4096).unwrap();
+        on.fill(&a, &old.all(), round).unwrap();
+        let end = on.event().unwrap();
+        on.record(&end, &a).unwrap();
+        // The host does not look at the event until the memory is free; the stream may still be running.
+        drop(old);
+        while on.memory().unwrap().allocated_bytes > 0 {
+            std::thread::yield_now();
+        }
+        let fresh = on.alloc(4096).unwrap();
+        on.fill(&b, &fresh.all(), round).unwrap();
+        on.finish(&a).unwrap();
+        on.finish(&b).unwrap();
+    }
+}
+
 fn a_refused_race_did_not_happen(on: &Subject) {
     let [a, b] = on.streams(["a", "b"]);
     let (buffer, other, host) = (on.upload(&[1; 64]), on.upload(&[4; 64]), on.pinned(64));
@@ -257,7 +317,7 @@ fn a_refused_race_did_not_happen(on: &Subject) {
 
 /// A call that returns an error did nothing, so it can be in nobody's way.
 fn a_refused_call_leaves_no_trace(on: &Subject) {
-    let fault = Fault::wrap(on.kind.open_plain(None));
+    let fault = Fault::wrap(on.kind.open_plain());
     let on = Subject::wrapping(Checked::wrap(fault.clone()), on.kind);
     let [a, b] = on.streams(["a", "b"]);
     let (buffer, host) = (on.alloc(64).unwrap(), on.pinned(64));

@@ -6,7 +6,7 @@ use forebay_device::{Backend, Buffer, CpuDevice, CpuOptions, Device, Error, Kern
 
 use crate::bench::{Subject, pattern, refused};
 
-contract! {
+forebay_device::on_devices! {
     every:
         bytes_survive_any_size_and_offset,
         pageable_memory_works_both_ways,
@@ -159,7 +159,7 @@ fn what_belongs_to_another_device_is_refused(on: &Subject) {
     let event = on.timed_event().unwrap();
     let (buffer, host) = (on.upload(&[1; 64]), on.pinned(64));
     on.record(&event, &stream).unwrap();
-    let foreigners = [on.kind.open(None), CpuDevice::open(CpuOptions::default()).unwrap() as Arc<dyn Device>];
+    let foreigners = [on.kind.open(), CpuDevice::open(CpuOptions::default()).unwrap() as Arc<dyn Device>];
     for device in foreigners {
         let other = Subject::wrapping(device, on.kind);
         let [other_stream] = other.streams(["abroad"]);

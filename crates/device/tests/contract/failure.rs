@@ -9,7 +9,7 @@ use forebay_device::{Buffer, Kernel, Place, open};
 
 use crate::bench::{Kind, Subject, has_cuda, stream_failed};
 
-contract! {
+forebay_device::on_devices! {
     cpu:
         a_failed_stream_fails_what_depends_on_it,
         a_failed_stream_runs_nothing_more,

@@ -7,7 +7,7 @@ use forebay_device::{Error, Event, Fault, Kernel, Region, Result, SlabLayout, St
 
 use crate::bench::{Kind, Subject, pattern, refused, stream_failed};
 
-contract! {
+forebay_device::on_devices! {
     every:
         without_rules_it_is_the_device,
         each_call_can_fail_and_then_did_nothing,
@@ -166,7 +166,7 @@ fn a_late_producer_is_still_waited_for(on: &Subject) {
 
 fn a_broken_call_fails_a_later_wait(on: &Subject) {
     for call in ON_STREAMS {
-        let on = Subject::wrapping(on.kind.open(None), on.kind);
+        let on = Subject::wrapping(on.kind.open(), on.kind);
         let (fault, faulty) = faulty(&on);
         let stage = Stage::new(&on);
         // Held up, so that the failure comes after all that is submitted here.

@@ -3,15 +3,17 @@
 #![expect(unsafe_code, reason = "fork, and what a child may do, are system calls")]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering};
 
-use forebay_device::{Device, Error, Kernel, Result, SlabLayout};
+use forebay_device::{Device, Error, Kernel, Result, SlabLayout, open};
 
 use crate::bench::Subject;
 
-contract! {
+forebay_device::on_devices! {
     every:
         calls_in_a_forked_child_say_so,
         slabs_stay_out_of_a_forked_child;
+    cpu: a_forked_child_opens_a_device_of_its_own;
 }
 
 /// What the child found: 0 where all was well, else which check was not; 101 a panic, a negative number a signal.
@@ -108,4 +110,30 @@ fn slabs_stay_out_of_a_forked_child(on: &Subject) {
         if unsafe { (addr as *const u8).read_volatile() } == 5 { 0 } else { 2 }
     });
     assert_eq!(found, 0, "1: the slab is mapped in the child; 2 or a signal: the drop touched the child's own memory");
+}
+
+/// Also while another thread of the parent opens devices: the child shares no lock with it.
+fn a_forked_child_opens_a_device_of_its_own(on: &Subject) {
+    let name = on.info().name.clone();
+    let parents = open(&name).unwrap();
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                open(&name).unwrap();
+            }
+        });
+        for _ in 0..50 {
+            let found = in_a_child(|| {
+                let own = open(&name).unwrap();
+                if own.info().id == parents.info().id {
+                    return 1;
+                }
+                let own = Subject::wrapping(own, on.kind);
+                if own.download(&own.upload(&[6; 64]).all()) == vec![6; 64] { 0 } else { 2 }
+            });
+            assert_eq!(found, 0, "1: the parent's device; 2: one that does not work; -14: a hang");
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
 }

@@ -1,18 +1,22 @@
 //! The small kernels, and the refusal of operands that no backend could run.
 
-use forebay_device::arith::{AdamWHyper, AdamWScalars, power_element, uniform_element};
-use forebay_device::{AdamW, AdamWSegment, Dtype, Error, Kernel, Region};
+use forebay_device::kernel::{power_element, uniform_element};
+use forebay_device::update::MAX_COLUMNS;
+use forebay_device::{Dtype, Error, Kernel, Region, Rule, Scalars, Segment, Update};
 
 use crate::bench::{Subject, pattern};
+use crate::written::{groups, rules};
 
-contract! {
+forebay_device::on_devices! {
     every:
         fill_sets_its_bytes_and_no_others,
         uniform_gives_the_same_bits_everywhere,
         powers_are_those_of_the_device,
         differences_are_counted_exactly,
         small_kernels_refuse_what_does_not_fit,
-        updates_refuse_what_does_not_fit,
+        updates_refuse_flags_that_do_not_fit,
+        updates_refuse_operands_that_do_not_fit,
+        updates_refuse_columns_by_name,
         a_refused_launch_changes_nothing;
 }
 
@@ -111,11 +115,13 @@ fn differences_are_counted_exactly(on: &Subject) {
     assert_eq!(count(&ones.all(), &twos.all(), u64::MAX - 1), 4, "the sum wraps");
 }
 
-fn refusal(on: &Subject, kernel: &Kernel<'_>, what: &str) {
+/// The kernel is refused by its name; returns the reason.
+fn refusal(on: &Subject, kernel: &Kernel<'_>, what: &str) -> String {
     let stream = on.stream("refusing").unwrap();
-    let outcome = on.launch(&stream, kernel);
-    let named = matches!(&outcome, Err(Error::BadOperands { operation, .. }) if *operation == kernel.name());
-    assert!(named, "{what}: {outcome:?}");
+    match on.launch(&stream, kernel) {
+        Err(Error::BadOperands { operation, reason }) if operation == kernel.name() => reason,
+        outcome => panic!("{what}: {outcome:?}"),
+    }
 }
 
 fn small_kernels_refuse_what_does_not_fit(on: &Subject) {
@@ -145,78 +151,132 @@ fn small_kernels_refuse_what_does_not_fit(on: &Subject) {
     refusal(on, &count(at(0, 4), at(8, 4), host.slice(0, 8).unwrap()), "a count on the host");
 }
 
-/// A segment that fits, of four elements, every operand in memory of its own.
-fn fitting(on: &Subject) -> AdamWSegment {
+/// A segment that fits, of four elements with all columns, every operand in memory of its own.
+fn fitting(on: &Subject, rule: &Rule) -> Segment {
     let take = |bytes| on.upload(&vec![0; bytes]).region(0, bytes as u64).unwrap();
-    AdamWSegment {
-        param: take(8),
-        param_dtype: Dtype::Bf16,
+    Segment {
+        weight: take(8),
+        weight_dtype: Dtype::Bf16,
         grad: take(16),
         grad_dtype: Dtype::F32,
-        exp_avg: take(16),
-        exp_avg_sq: take(16),
-        max_exp_avg_sq: Some(take(16)),
+        state: std::array::from_fn(|column| (column < rule.columns.len()).then(|| take(16))),
         master: Some(take(16)),
+        first: 64,
         scalars: 1,
     }
 }
 
-fn updates_refuse_what_does_not_fit(on: &Subject) {
-    let scalars: [AdamWScalars; 2] = [1, 2].map(|t| AdamWHyper::default().at_step(t));
-    let spare = on.upload(&[0; 256]);
+/// Two sets of scalars of a rule.
+fn two_sets(rule: &'static Rule) -> [Scalars; 2] {
+    let group = groups(rule)[0].clone();
+    [1, 2].map(|step| rule.at_step(&group.hypers, step, 4))
+}
+
+fn updates_refuse_flags_that_do_not_fit(on: &Subject) {
+    let (spare, host) = (on.upload(&[0; 16]), on.pinned(16));
     let at = |offset, len| spare.region(offset, len).unwrap();
-    let host = on.pinned(16);
-    let flags = [
-        ("8 bytes", at(0, 8)),
-        ("0 bytes", at(0, 0)),
-        ("2 bytes", at(0, 2)),
-        ("at half a word", at(2, 4)),
-        ("on the host", host.slice(0, 4).unwrap()),
-    ];
-    for (what, flag) in flags {
-        let base = AdamW { segments: &[], scalars: &scalars, grad_scale: None, skip: None };
-        refusal(on, &Kernel::AdamW(AdamW { grad_scale: Some(flag.clone()), ..base.clone() }), what);
-        refusal(on, &Kernel::AdamW(AdamW { skip: Some(flag), ..base }), what);
+    for rule in rules() {
+        let scalars = two_sets(rule);
+        let base = Update { rule, segments: &[], scalars: &scalars, grad_scale: None, skip: None };
+        let flags = [
+            ("8 bytes", at(0, 8)),
+            ("0 bytes", at(0, 0)),
+            ("2 bytes", at(0, 2)),
+            ("at half a word", at(2, 4)),
+            ("on the host", host.slice(0, 4).unwrap()),
+        ];
+        for (what, flag) in flags {
+            refusal(on, &Kernel::Update(Update { grad_scale: Some(flag.clone()), ..base.clone() }), what);
+            refusal(on, &Kernel::Update(Update { skip: Some(flag), ..base.clone() }), what);
+        }
+        let (stream, segments) = (on.stream("fits").unwrap(), [fitting(on, rule)]);
+        let update = Update { segments: &segments, grad_scale: Some(at(0, 4)), skip: Some(at(4, 4)), ..base };
+        on.launch(&stream, &Kernel::Update(update.clone())).unwrap();
+        on.launch(&stream, &Kernel::Update(Update { segments: &[], ..update })).unwrap();
+        on.finish(&stream).unwrap();
     }
-    type Change<'a> = &'a dyn Fn(&mut AdamWSegment);
-    let changes: [(&str, Change<'_>); 22] = [
-        ("no elements", &|s| {
-            (s.param, s.grad, s.exp_avg) = (at(0, 0), at(0, 0), at(0, 0));
-            (s.exp_avg_sq, s.max_exp_avg_sq, s.master) = (at(0, 0), None, None);
+}
+
+/// The update is refused when its second segment is changed so; returns the reason.
+fn refused_segment(on: &Subject, rule: &'static Rule, what: &str, change: impl Fn(&mut Segment)) -> String {
+    let (mut segments, scalars) = ([fitting(on, rule), fitting(on, rule)], two_sets(rule));
+    change(&mut segments[1]);
+    let update = Update { rule, segments: &segments, scalars: &scalars, grad_scale: None, skip: None };
+    refusal(on, &Kernel::Update(update), what)
+}
+
+fn updates_refuse_operands_that_do_not_fit(on: &Subject) {
+    let (spare, host) = (on.upload(&[0; 256]), on.pinned(16));
+    let at = |offset, len| spare.region(offset, len).unwrap();
+    type Change<'a> = &'a dyn Fn(&mut Segment);
+    let changes: [(&str, &str, Change<'_>); 18] = [
+        ("no elements", "a segment of 0 elements", &|s| {
+            (s.weight, s.grad, s.state, s.master) = (at(0, 0), at(0, 0), [None, None, None], None);
         }),
-        ("a moment of an element and a half", &|s| s.exp_avg = at(0, 18)),
-        ("a short parameter", &|s| s.param = at(0, 6)),
-        ("a long parameter", &|s| s.param = at(0, 16)),
-        ("a parameter of another type", &|s| s.param_dtype = Dtype::F32),
-        ("a short gradient", &|s| s.grad = at(0, 12)),
-        ("a gradient of another type", &|s| s.grad_dtype = Dtype::F16),
-        ("a short first moment", &|s| s.exp_avg = at(0, 12)),
-        ("a long second moment", &|s| s.exp_avg_sq = at(0, 20)),
-        ("a short largest moment", &|s| s.max_exp_avg_sq = Some(at(0, 8))),
-        ("a short master", &|s| s.master = Some(at(0, 8))),
-        ("a parameter at half its type", &|s| s.param = at(1, 8)),
-        ("a gradient at half its type", &|s| s.grad = at(2, 16)),
-        ("a moment at half its type", &|s| s.exp_avg_sq = at(2, 16)),
-        ("a master at half its type", &|s| s.master = Some(at(6, 16))),
-        ("a parameter over the gradient", &|s| s.param = s.grad.slice(4, 8).unwrap()),
-        ("one moment for both", &|s| s.exp_avg_sq = s.exp_avg.clone()),
-        ("a master over a moment", &|s| s.master = s.max_exp_avg_sq.clone()),
-        ("moments that share one element", &|s| (s.exp_avg, s.exp_avg_sq) = (at(0, 16), at(12, 16))),
-        ("no such scalars", &|s| s.scalars = 2),
-        ("a gradient on the host", &|s| s.grad = host.clone()),
-        ("a master on the host", &|s| s.master = Some(host.clone())),
+        ("a short weight", "grad has 16 bytes where 3 elements need 12", &|s| s.weight = at(0, 6)),
+        ("a long weight", "grad has 16 bytes where 8 elements need 32", &|s| s.weight = at(0, 16)),
+        ("a weight of three bytes more", "weight has 11 bytes where 5 elements need 10", &|s| s.weight = at(0, 11)),
+        ("a weight of another type", "grad has 16 bytes where 2 elements", &|s| s.weight_dtype = Dtype::F32),
+        ("a short gradient", "grad has 12 bytes where 4 elements need 16", &|s| s.grad = at(0, 12)),
+        ("a gradient of another type", "grad has 16 bytes where 4 elements need 8", &|s| s.grad_dtype = Dtype::F16),
+        ("a short master", "master_param has 8 bytes where 4 elements need 16", &|s| s.master = Some(at(0, 8))),
+        ("a master and a half element", "master_param has 18 bytes", &|s| s.master = Some(at(0, 18))),
+        ("a weight at half its type", "weight at 0x", &|s| s.weight = at(1, 8)),
+        ("a gradient at half its type", "grad at 0x", &|s| s.grad = at(2, 16)),
+        ("a master at half its type", "master_param at 0x", &|s| s.master = Some(at(6, 16))),
+        ("a weight over the gradient", "weight overlaps grad", &|s| s.weight = s.grad.slice(4, 8).unwrap()),
+        ("a master over the weight", "master_param overlaps weight", &|s| {
+            (s.weight, s.master) = (at(0, 8), Some(at(4, 16)));
+        }),
+        ("no such scalars", "scalar set 2 of 2", &|s| s.scalars = 2),
+        ("a weight on the host", "is not device memory", &|s| s.weight = host.slice(0, 8).unwrap()),
+        ("a gradient on the host", "is not device memory", &|s| s.grad = host.clone()),
+        ("a master on the host", "is not device memory", &|s| s.master = Some(host.clone())),
     ];
-    for (what, change) in changes {
-        let mut segments = [fitting(on), fitting(on)];
-        change(&mut segments[1]);
-        let step = AdamW { segments: &segments, scalars: &scalars, grad_scale: None, skip: None };
-        refusal(on, &Kernel::AdamW(step), what);
+    for rule in rules() {
+        for (what, says, change) in changes {
+            let reason = refused_segment(on, rule, what, change);
+            assert!(reason.contains(says), "{rule:?}, {what}: {reason:?} does not say {says:?}");
+        }
     }
-    let (stream, segments) = (on.stream("fits").unwrap(), [fitting(on)]);
-    let step = AdamW { segments: &segments, scalars: &scalars, grad_scale: Some(at(0, 4)), skip: Some(at(4, 4)) };
-    on.launch(&stream, &Kernel::AdamW(step.clone())).unwrap();
-    on.launch(&stream, &Kernel::AdamW(AdamW { segments: &[], ..step })).unwrap();
-    on.finish(&stream).unwrap();
+}
+
+fn updates_refuse_columns_by_name(on: &Subject) {
+    let (spare, host) = (on.upload(&[0; 256]), on.pinned(16));
+    let at = |offset, len| spare.region(offset, len).unwrap();
+    for rule in rules() {
+        let check = |what: &str, says: &str, change: &dyn Fn(&mut Segment)| {
+            let reason = refused_segment(on, rule, what, change);
+            assert!(reason.contains(says), "{rule:?}, {what}: {reason:?} does not say {says:?}");
+        };
+        let least = (rule.keeps)(&vec![0.0; rule.hypers.len()]);
+        for (i, name) in rule.columns.iter().map(|column| column.name).enumerate() {
+            let sized = |bytes: u64| format!("{name} has {bytes} bytes where 4 elements need 16");
+            for bytes in [0, 8, 12, 18, 20] {
+                check("another size", &sized(bytes), &|s| s.state[i] = Some(at(0, bytes)));
+            }
+            check("at half its type", &format!("{name} at 0x"), &|s| s.state[i] = Some(at(2, 16)));
+            check("on the host", "is not device memory", &|s| s.state[i] = Some(host.clone()));
+            if least & 1 << i != 0 {
+                check("not there", &format!("{name} is missing"), &|s| s.state[i] = None);
+            }
+            check("the gradient", &format!("{name} overlaps grad"), &|s| s.state[i] = Some(s.grad.clone()));
+            check("the master", &format!("{name} overlaps master_param"), &|s| s.state[i] = s.master.clone());
+            check("over the weight", &format!("{name} overlaps weight"), &|s| {
+                (s.state[i], s.weight) = (Some(at(0, 16)), at(14, 8));
+            });
+            if let Some(next) = rule.columns.get(i + 1) {
+                check("one element of two columns", &format!("{name} overlaps {}", next.name), &|s| {
+                    (s.state[i], s.state[i + 1]) = (Some(at(0, 16)), Some(at(12, 16)));
+                });
+            }
+        }
+        for extra in rule.columns.len()..MAX_COLUMNS {
+            let names = rule.columns.iter().map(|column| column.name).collect::<Vec<_>>().join(", ");
+            let says = format!("is column {extra} of its state, which is {names}");
+            check("a column too many", &says, &|s| s.state[extra] = Some(at(0, 16)));
+        }
+    }
 }
 
 fn a_refused_launch_changes_nothing(on: &Subject) {

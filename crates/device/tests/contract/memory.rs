@@ -1,4 +1,4 @@
-//! Memory: exact sizes, honest books, errors with numbers, and nothing freed under work that uses it.
+//! Memory: exact sizes and counts, errors with numbers, and nothing freed under work that uses it.
 
 use forebay_device::{
     ALIGN_BYTES, Buffer, Counters, CpuDevice, CpuOptions, Error, Kernel, PIECE_BYTES, Place, SlabLayout,
@@ -6,13 +6,12 @@ use forebay_device::{
 
 use crate::bench::{Subject, pattern};
 
-contract! {
+forebay_device::on_devices! {
     every:
         buffers_are_exact_and_aligned,
         more_than_the_device_has_is_refused_with_numbers,
-        books_follow_every_allocation,
-        pins_stay_inside_the_budget,
-        a_failed_pin_leaves_the_books_alone,
+        bytes_in_use_follow_every_allocation,
+        a_failed_pin_is_not_counted,
         nothing_of_zero_bytes_is_made,
         ranges_outside_are_refused_with_numbers,
         counters_count_what_is_made_and_nothing_else,
@@ -77,13 +76,13 @@ fn a_capacity_is_kept_to_the_byte(on: &Subject) {
     assert_eq!(device.alloc(10_000).unwrap().bytes(), 10_000);
 }
 
-fn books_follow_every_allocation(on: &Subject) {
+fn bytes_in_use_follow_every_allocation(on: &Subject) {
     let taken = || {
         let memory = on.memory().unwrap();
         assert!(memory.free_bytes <= memory.capacity_bytes);
         (memory.allocated_bytes, memory.pinned_bytes)
     };
-    assert_eq!((taken(), on.memory().unwrap().pinned_budget_bytes), ((0, 0), None));
+    assert_eq!(taken(), (0, 0));
     let a = on.alloc(1001).unwrap();
     let slab = on.pin(SlabLayout::new(&[5000, 1]).unwrap()).unwrap();
     assert_eq!((taken(), slab.bytes()), ((1001, 8192), 8192));
@@ -96,31 +95,10 @@ fn books_follow_every_allocation(on: &Subject) {
     drop(slab);
     assert_eq!(taken(), (0, 0));
     let pageable = Buffer::pageable(9000).unwrap();
-    assert_eq!((taken(), pageable.bytes()), ((0, 0), 9000), "pageable memory is nobody's budget");
+    assert_eq!((taken(), pageable.bytes()), ((0, 0), 9000), "pageable memory is not counted");
 }
 
-fn pins_stay_inside_the_budget(on: &Subject) {
-    let device = on.kind.open(Some(64 << 10));
-    let pin = |bytes| device.pin(SlabLayout::new(&[bytes]).unwrap());
-    let over = |requested_bytes, available_bytes| Error::OutOfPinnedBudget {
-        requested_bytes,
-        available_bytes,
-        budget_bytes: 64 << 10,
-    };
-    assert_eq!(device.memory().unwrap().pinned_budget_bytes, Some(64 << 10));
-    let first = pin(40 << 10).unwrap();
-    assert_eq!(pin((24 << 10) + 1).unwrap_err(), over(28 << 10, 24 << 10));
-    assert_eq!((device.memory().unwrap().pinned_bytes, device.counters().pins), (40 << 10, 1));
-    let second = pin(24 << 10).unwrap();
-    assert_eq!(pin(1).unwrap_err(), over(4096, 0));
-    assert!(first.release());
-    assert_eq!(device.memory().unwrap().pinned_bytes, 24 << 10);
-    let third = pin(40 << 10).unwrap();
-    drop((second, third));
-    assert_eq!(pin(64 << 10).unwrap().bytes(), 64 << 10);
-}
-
-fn a_failed_pin_leaves_the_books_alone(on: &Subject) {
+fn a_failed_pin_is_not_counted(on: &Subject) {
     let kept = on.pin(SlabLayout::new(&[1]).unwrap()).unwrap();
     let before = (on.memory().unwrap().pinned_bytes, on.counters());
     let layout = SlabLayout::new(&vec![PIECE_BYTES; ((1u64 << 50) / PIECE_BYTES) as usize]).unwrap();

@@ -2,13 +2,16 @@
 
 use forebay_device::{
     Backend, CpuDevice, CpuOptions, CudaDevice, CudaOptions, Error, LinkOptions, SharedDevice, backends, open,
-    open_default, open_with_budget,
+    open_default,
 };
 
 use crate::bench::{Subject, has_cuda};
 
-contract! {
-    every: a_device_says_what_it_is;
+forebay_device::on_devices! {
+    every:
+        a_device_says_what_it_is,
+        a_name_is_one_device_for_the_whole_process,
+        a_shared_device_outlives_its_users;
     cpu:
         a_link_holds_copies_to_its_pace,
         a_shared_link_carries_one_copy_at_a_time,
@@ -48,9 +51,8 @@ fn backends_are_listed_with_what_they_found() {
     if found[1].devices.is_empty() {
         assert_eq!(open("cuda").unwrap_err(), found[1].problem.clone().expect("a reason"));
     }
-    let default = open_default(Some(4096)).unwrap();
     let best = found.iter().rev().find_map(|status| status.devices.first()).unwrap();
-    assert_eq!((&default.info().name, default.memory().unwrap().pinned_budget_bytes), (best, Some(4096)));
+    assert_eq!(&open_default().unwrap().info().name, best);
 }
 
 fn a_device_says_what_it_is(on: &Subject) {
@@ -58,10 +60,39 @@ fn a_device_says_what_it_is(on: &Subject) {
     let info = on.info();
     assert_eq!((info.name.as_str(), info.backend), (if on.kind.is_cuda() { "cuda:0" } else { "cpu" }, backend));
     assert!(!info.model.is_empty());
-    assert_ne!(info.id, on.kind.open(None).info().id, "two devices are told apart");
-    let budgeted = open_with_budget(&info.name, Some(123)).unwrap();
-    assert_eq!(budgeted.memory().unwrap().pinned_budget_bytes, Some(123));
+    assert_ne!(info.id, on.kind.open().info().id, "two devices have two ids");
     assert_eq!(on.streams(["a name"])[0].name(), "a name");
+}
+
+/// By whatever thread it is asked for, also by several at once.
+fn a_name_is_one_device_for_the_whole_process(on: &Subject) {
+    let name = on.info().name.clone();
+    let ids: Vec<_> = std::thread::scope(|scope| {
+        let openers: Vec<_> = (0..8).map(|_| scope.spawn(|| open(&name).unwrap().info().id)).collect();
+        openers.into_iter().map(|opener| opener.join().unwrap()).collect()
+    });
+    let shared = open(&name).unwrap();
+    assert!(ids.iter().all(|&id| id == shared.info().id), "{ids:?}");
+    if on.kind.is_cuda() {
+        assert_eq!(open("cuda").unwrap().info().id, shared.info().id, "`cuda` is `cuda:0`");
+    }
+    assert_ne!(on.info().id, shared.info().id, "a device of one's own is not the shared one");
+}
+
+/// One user's end is nothing to another: streams, memory and work of the shared device go on.
+fn a_shared_device_outlives_its_users(on: &Subject) {
+    let name = on.info().name.clone();
+    let (first, id) = (open(&name).unwrap(), open(&name).unwrap().info().id);
+    let second = Subject::wrapping(open(&name).unwrap(), on.kind);
+    let [stream] = second.streams(["second user"]);
+    let buffer = second.upload(&[1; 1000]);
+    second.spin(&stream, 20);
+    second.fill(&stream, &buffer.all(), 2).unwrap();
+    drop(first);
+    second.finish(&stream).unwrap();
+    assert_eq!(second.download(&buffer.all()), vec![2; 1000]);
+    drop((stream, buffer, second));
+    assert_eq!(open(&name).unwrap().info().id, id, "it stays open when nobody uses it");
 }
 
 #[test]

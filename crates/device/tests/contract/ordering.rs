@@ -4,7 +4,7 @@ use forebay_device::{Error, Kernel, SlabLayout};
 
 use crate::bench::{Subject, in_one_of_three, pattern, refused};
 
-contract! {
+forebay_device::on_devices! {
     every:
         a_slot_goes_through_fetch_update_and_store_in_order,
         one_stream_runs_in_the_order_of_submission,

@@ -4,7 +4,7 @@ use forebay_device::{Buffer, Error, Kernel, Region};
 
 use crate::bench::{Subject, pattern, random};
 
-contract! {
+forebay_device::on_devices! {
     every:
         pairs_are_copied_exactly_and_nothing_beside_them,
         more_pairs_than_one_launch_takes,
@@ -63,7 +63,7 @@ fn more_pairs_than_one_launch_takes(on: &Subject) {
 fn pairs_refuse_what_does_not_fit(on: &Subject) {
     let (device, host, stream) = (on.upload(&[0; 64]), on.pinned(64), on.stream("refusing").unwrap());
     let at = |offset, len| device.region(offset, len).unwrap();
-    let foreign: Buffer = on.kind.open(None).alloc(64).unwrap();
+    let foreign: Buffer = on.kind.open().alloc(64).unwrap();
     for (what, pair) in [
         ("lengths", (at(0, 8), at(8, 9))),
         ("overlap", (at(0, 8), at(7, 8))),

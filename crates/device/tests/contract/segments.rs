@@ -1,44 +1,54 @@
-//! AdamW problems for the tests of the update: operands laid out in a few buffers with guard bytes between them, and
-//! the results that the written arithmetic gives, computed one element at a time.
+//! Problems for the tests of updates: operands laid out in a few buffers with guard bytes between them, and the results
+//! that a rule's arithmetic gives, computed one element at a time.
 
-use forebay_device::arith::{AdamWElement, AdamWScalars, adamw_element};
-use forebay_device::{AdamW, AdamWSegment, Buffer, Dtype, HostThreads, HostUpdate, Kernel, Region};
+use std::ops::Range;
+
+use forebay_device::update::{MAX_COLUMNS, MAXIMIZE};
+use forebay_device::{Buffer, Dtype, HostThreads, HostUpdate, Kernel, Region, Rule, Scalars, Segment, Update};
 use half::{bf16, f16};
 
 use crate::bench::Subject;
 
 pub(crate) const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::Bf16, Dtype::F16];
 
+/// The types of weight and gradient, all nine pairs of them.
+pub(crate) fn dtype_pairs() -> impl Iterator<Item = (Dtype, Dtype)> {
+    DTYPES.into_iter().flat_map(|weight| DTYPES.map(|grad| (weight, grad)))
+}
+
 /// The operands of a segment, in the order in which [`Problem`] keeps them.
-const PARAM: usize = 0;
+const WEIGHT: usize = 0;
 const GRAD: usize = 1;
-const MOMENT: usize = 2;
-const SQUARE: usize = 3;
-const LARGEST: usize = 4;
-const MASTER: usize = 5;
+const STATE: Range<usize> = 2..2 + MAX_COLUMNS;
+const MASTER: usize = STATE.end;
+const OPERANDS: usize = MASTER + 1;
 
 /// What a segment is to be like.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Shape {
     pub(crate) elements: usize,
-    pub(crate) param: Dtype,
+    pub(crate) weight: Dtype,
     pub(crate) grad: Dtype,
     pub(crate) master: bool,
-    pub(crate) amsgrad: bool,
+    /// A bit for each column of state.
+    pub(crate) kept: u32,
+    /// The index in its parameter of the first element.
+    pub(crate) first: u64,
     pub(crate) scalars: u32,
     /// Starts one element after an aligned address.
     pub(crate) shifted: bool,
 }
 
 impl Shape {
-    pub(crate) fn plain(elements: usize) -> Self {
-        let (param, grad) = (Dtype::F32, Dtype::F32);
-        Self { elements, param, grad, master: false, amsgrad: false, scalars: 0, shifted: false }
+    /// All of a parameter of f32 with these columns.
+    pub(crate) fn plain(elements: usize, kept: u32) -> Self {
+        let (weight, grad) = (Dtype::F32, Dtype::F32);
+        Self { elements, weight, grad, master: false, kept, first: 0, scalars: 0, shifted: false }
     }
 
     fn dtype(&self, operand: usize) -> Dtype {
         match operand {
-            PARAM => self.param,
+            WEIGHT => self.weight,
             GRAD => self.grad,
             _ => Dtype::F32,
         }
@@ -46,15 +56,19 @@ impl Shape {
 
     fn has(&self, operand: usize) -> bool {
         match operand {
-            LARGEST => self.amsgrad,
+            WEIGHT | GRAD => true,
             MASTER => self.master,
-            _ => true,
+            column => self.kept & 1 << (column - STATE.start) != 0,
         }
+    }
+
+    fn operands(self) -> impl Iterator<Item = usize> {
+        (0..OPERANDS).filter(move |&operand| self.has(operand))
     }
 }
 
-/// The f32 values of one element before the step: parameter, gradient, moments, largest moment, master.
-pub(crate) type Values = [f32; 6];
+/// The f32 values of one element before the step: weight, gradient, columns of state, master.
+pub(crate) type Values = [f32; OPERANDS];
 
 fn narrow(value: f32, dtype: Dtype) -> Vec<u8> {
     match dtype {
@@ -80,20 +94,26 @@ fn same(a: f32, b: f32) -> bool {
 /// Segments and everything they touch, as the host knows it.
 #[derive(Clone)]
 pub(crate) struct Problem {
+    rule: &'static Rule,
     /// One image per operand kind, guard bytes included.
-    images: [Vec<u8>; 6],
+    images: [Vec<u8>; OPERANDS],
     /// Where each segment's operands start in the images.
-    segments: Vec<(Shape, [usize; 6])>,
-    pub(crate) scalars: Vec<AdamWScalars>,
+    segments: Vec<(Shape, [usize; OPERANDS])>,
+    pub(crate) scalars: Vec<Scalars>,
 }
 
 impl Problem {
-    pub(crate) fn new(scalars: &[AdamWScalars], shapes: &[Shape], values: impl Fn(usize, usize) -> Values) -> Self {
-        let mut images: [Vec<u8>; 6] = std::array::from_fn(|_| vec![0xa5; 8]);
+    pub(crate) fn new(
+        rule: &'static Rule,
+        scalars: &[Scalars],
+        shapes: &[Shape],
+        values: impl Fn(usize, usize) -> Values,
+    ) -> Self {
+        let mut images: [Vec<u8>; OPERANDS] = std::array::from_fn(|_| vec![0xa5; 8]);
         let mut segments = Vec::with_capacity(shapes.len());
         for (index, shape) in shapes.iter().enumerate() {
-            let mut starts = [0; 6];
-            for operand in (0..6).filter(|&operand| shape.has(operand)) {
+            let mut starts = [0; OPERANDS];
+            for operand in shape.operands() {
                 let (image, dtype) = (&mut images[operand], shape.dtype(operand));
                 let start = image.len().next_multiple_of(256) + usize::from(shape.shifted) * dtype.bytes() as usize;
                 image.resize(start, 0xa5);
@@ -105,7 +125,7 @@ impl Problem {
             }
             segments.push((*shape, starts));
         }
-        Self { images, segments, scalars: scalars.to_vec() }
+        Self { rule, images, segments, scalars: scalars.to_vec() }
     }
 
     fn value(&self, segment: usize, operand: usize, i: usize) -> f32 {
@@ -115,8 +135,12 @@ impl Problem {
         widen(&self.images[operand][at..at + width], dtype)
     }
 
-    pub(crate) fn param(&self, segment: usize, i: usize) -> f32 {
-        self.value(segment, PARAM, i)
+    pub(crate) fn weight(&self, segment: usize, i: usize) -> f32 {
+        self.value(segment, WEIGHT, i)
+    }
+
+    pub(crate) fn state(&self, segment: usize, column: usize, i: usize) -> f32 {
+        self.value(segment, STATE.start + column, i)
     }
 
     fn set(&mut self, segment: usize, operand: usize, i: usize, bytes: &[u8]) {
@@ -124,24 +148,25 @@ impl Problem {
         self.images[operand][at..at + bytes.len()].copy_from_slice(bytes);
     }
 
-    /// The step on the host.
+    /// The step on the host, one element after another.
     pub(crate) fn step(&mut self, scale: f32) {
         for segment in 0..self.segments.len() {
             let shape = self.segments[segment].0;
             let s = self.scalars[shape.scalars as usize];
             for i in 0..shape.elements {
                 let value = |operand| self.value(segment, operand, i);
-                // A master counts where the parameter is its rounding.
-                let follows = |master: f32| narrow(master, shape.param) == narrow(value(PARAM), shape.param);
-                let old = AdamWElement {
-                    p: if shape.master && follows(value(MASTER)) { value(MASTER) } else { value(PARAM) },
-                    m: value(MOMENT),
-                    v: value(SQUARE),
-                    x: if shape.amsgrad { value(LARGEST) } else { 0.0 },
-                };
-                let new = adamw_element(old, value(GRAD), scale, shape.amsgrad, &s);
-                self.set(segment, PARAM, i, &narrow(new.p, shape.param));
-                for (operand, value) in [(MOMENT, new.m), (SQUARE, new.v), (LARGEST, new.x), (MASTER, new.p)] {
+                // A master counts where the weight is its rounding.
+                let follows = |master: f32| narrow(master, shape.weight) == narrow(value(WEIGHT), shape.weight);
+                let old = if shape.master && follows(value(MASTER)) { value(MASTER) } else { value(WEIGHT) };
+                let grad = value(GRAD) * scale;
+                let grad = if s.flags & MAXIMIZE != 0 { -grad } else { grad };
+                let mut state = [0.0; MAX_COLUMNS];
+                for operand in STATE.filter(|&operand| shape.has(operand)) {
+                    state[operand - STATE.start] = value(operand);
+                }
+                let new = (self.rule.element)(old, grad, &mut state, shape.kept, &s, shape.first + i as u64);
+                self.set(segment, WEIGHT, i, &narrow(new, shape.weight));
+                for (operand, value) in STATE.zip(state).chain([(MASTER, new)]) {
                     if shape.has(operand) {
                         self.set(segment, operand, i, &value.to_ne_bytes());
                     }
@@ -154,21 +179,20 @@ impl Problem {
         OnDevice { buffers: self.images.each_ref().map(|image| on.upload(image)) }
     }
 
-    fn regions(&self, memory: &[Region; 6]) -> Vec<AdamWSegment> {
-        let segment = |(shape, starts): &(Shape, [usize; 6])| {
-            let region = |operand: usize| -> Region {
+    fn regions(&self, memory: &[Region; OPERANDS]) -> Vec<Segment> {
+        let segment = |(shape, starts): &(Shape, [usize; OPERANDS])| {
+            let region = |operand: usize| -> Option<Region> {
                 let bytes = shape.elements as u64 * shape.dtype(operand).bytes();
-                memory[operand].slice(starts[operand] as u64, bytes).unwrap()
+                shape.has(operand).then(|| memory[operand].slice(starts[operand] as u64, bytes).unwrap())
             };
-            AdamWSegment {
-                param: region(PARAM),
-                param_dtype: shape.param,
-                grad: region(GRAD),
+            Segment {
+                weight: region(WEIGHT).unwrap(),
+                weight_dtype: shape.weight,
+                grad: region(GRAD).unwrap(),
                 grad_dtype: shape.grad,
-                exp_avg: region(MOMENT),
-                exp_avg_sq: region(SQUARE),
-                max_exp_avg_sq: shape.amsgrad.then(|| region(LARGEST)),
-                master: shape.master.then(|| region(MASTER)),
+                state: std::array::from_fn(|column| region(STATE.start + column)),
+                master: region(MASTER),
+                first: shape.first,
                 scalars: shape.scalars,
             }
         };
@@ -178,8 +202,8 @@ impl Problem {
     /// One launch over all segments, brought to its end.
     pub(crate) fn launch(&self, on: &Subject, device: &OnDevice, grad_scale: Option<Region>, skip: Option<Region>) {
         let (stream, segments) = (on.stream("update").unwrap(), self.regions(&device.regions()));
-        let step = AdamW { segments: &segments, scalars: &self.scalars, grad_scale, skip };
-        on.launch(&stream, &Kernel::AdamW(step)).unwrap();
+        let update = Update { rule: self.rule, segments: &segments, scalars: &self.scalars, grad_scale, skip };
+        on.launch(&stream, &Kernel::Update(update)).unwrap();
         on.finish(&stream).unwrap();
     }
 
@@ -191,7 +215,7 @@ impl Problem {
             home
         });
         let (segments, scalars) = (self.regions(&homes), self.scalars.as_slice().into());
-        let update = HostUpdate { segments, scalars, grad_scale, follow_weights: true };
+        let update = HostUpdate { rule: self.rule, segments, scalars, grad_scale, follow_weights: true };
         let work = on.update_on_host(threads, update).unwrap();
         on.finish_on_host(work).unwrap();
         for (home, region) in homes.iter().zip(device.regions()) {
@@ -205,13 +229,14 @@ impl Problem {
         got.images = device.buffers.each_ref().map(|buffer| on.download(&buffer.all()));
         for segment in 0..self.segments.len() {
             let shape = self.segments[segment].0;
-            for operand in (0..6).filter(|&operand| shape.has(operand)) {
+            for operand in shape.operands() {
                 for i in 0..shape.elements {
                     let (want, found) = (self.value(segment, operand, i), got.value(segment, operand, i));
                     assert!(
                         same(want, found),
-                        "{what}: operand {operand} of segment {segment} at {i} is {found:e} ({:#x}), not {want:e} \
+                        "{:?}, {what}: operand {operand} of segment {segment} at {i} is {found:e} ({:#x}), not {want:e} \
                          ({:#x}): {shape:?}",
+                        self.rule,
                         found.to_bits(),
                         want.to_bits()
                     );
@@ -222,19 +247,20 @@ impl Problem {
                 got.images[operand][range.clone()].copy_from_slice(&self.images[operand][range]);
             }
         }
-        for operand in 0..6 {
-            assert!(got.images[operand] == self.images[operand], "{what}: bytes beside operand {operand} changed");
+        for operand in 0..OPERANDS {
+            let same = got.images[operand] == self.images[operand];
+            assert!(same, "{:?}, {what}: bytes beside operand {operand} changed", self.rule);
         }
     }
 }
 
 /// The images on a device.
 pub(crate) struct OnDevice {
-    buffers: [Buffer; 6],
+    buffers: [Buffer; OPERANDS],
 }
 
 impl OnDevice {
-    fn regions(&self) -> [Region; 6] {
+    fn regions(&self) -> [Region; OPERANDS] {
         self.buffers.each_ref().map(Buffer::all)
     }
 }

@@ -4,7 +4,7 @@ use forebay_device::{ALIGN_BYTES, Error, PIECE_BYTES, Place, SlabLayout};
 
 use crate::bench::{Subject, pattern, random};
 
-contract! {
+forebay_device::on_devices! {
     every:
         a_fresh_slab_is_zeroed,
         parts_of_many_pieces_copy_both_ways,

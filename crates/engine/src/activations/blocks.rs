@@ -3,20 +3,20 @@
 //! A forward pass takes blocks and its backward pass gives them back, so between steps every slab is one free range
 //! again, however the sequence lengths vary. A block is taken from the first range that is large enough, lowest slab
 //! first: small tensors fill the ends that large ones leave. A new slab is pinned only when no range is large enough,
-//! and never beyond the budget. Slabs that many passes in a row had no use for are given back.
+//! and never beyond the budget. Slabs that were not needed for many passes in a row are unpinned.
 //!
-//! A block may be given back while a fetch still reads it. The range then remembers that fetch, and the next store into
-//! it waits for the fetch on the device. Fetches end in the order in which their lane ran them, so of two ranges that
-//! grow together the later fetch speaks for both.
+//! A block may be given back while a fetch still reads it: it is in flight, and so is the free range that it becomes. The
+//! next store into the range waits for the fetch on the device. Fetches end in the order in which their lane ran them, so
+//! of two ranges that are joined the later fetch ends both.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use forebay_device::{Error as DeviceError, HostMemory, Region, Slab, SlabLayout};
 
-use super::marks::Mark;
 use crate::error::{Error, Result};
-use crate::pool::{Lease, Pool};
+use crate::flow::{InFlight, Mark};
+use crate::memory::{Allocator, Lease};
 
 /// Blocks start and end at multiples of this, so that copies are aligned.
 const GRAIN_BYTES: u64 = 512;
@@ -31,20 +31,19 @@ const HOST_MEMORY_PARTS: u64 = 16;
 /// Passes that are looked at together before a slab is given back.
 const PASSES_TO_LOOK: u32 = 8;
 
-/// The end of the last fetch that reads a range.
-type Reader = Arc<Mark>;
-
-fn later(a: Option<Reader>, b: Option<Reader>) -> Option<Reader> {
+/// The later of the fetches that read two ranges.
+fn later(a: Option<Arc<Mark>>, b: Option<Arc<Mark>>) -> Option<Arc<Mark>> {
     match (a, b) {
         (Some(a), Some(b)) => Some(if a.order() >= b.order() { a } else { b }),
         (a, b) => a.or(b),
     }
 }
 
+/// A free range: its length, and the fetch that may still read it.
 #[derive(Debug)]
 struct Gap {
     bytes: u64,
-    reader: Option<Reader>,
+    end: Option<Arc<Mark>>,
 }
 
 #[derive(Debug)]
@@ -70,8 +69,6 @@ pub(crate) struct Block {
     bytes: u64,
     /// As many bytes as were asked for.
     pub(crate) region: Region,
-    /// The fetch that has to end before the block is written.
-    pub(crate) reader: Option<Reader>,
 }
 
 /// Why there is no block.
@@ -88,8 +85,7 @@ pub struct Exhausted {
 /// The pool of blocks.
 #[derive(Debug)]
 pub(crate) struct Blocks {
-    pool: Arc<Pool>,
-    budget_bytes: Option<u64>,
+    allocator: Arc<Allocator>,
     /// A place stays empty when its slab is given back: blocks know their slab by its place.
     spaces: Vec<Option<Space>>,
     pinned_bytes: u64,
@@ -102,10 +98,9 @@ pub(crate) struct Blocks {
 }
 
 impl Blocks {
-    pub(crate) fn new(pool: Arc<Pool>, budget_bytes: Option<u64>) -> Self {
+    pub(crate) fn new(allocator: Arc<Allocator>) -> Self {
         Self {
-            pool,
-            budget_bytes,
+            allocator,
             spaces: Vec::new(),
             pinned_bytes: 0,
             taken_bytes: 0,
@@ -126,8 +121,8 @@ impl Blocks {
         self.taken_bytes
     }
 
-    /// Takes a block, pinning another slab if need be; or says why there is none.
-    pub(crate) fn take(&mut self, bytes: u64) -> Result<std::result::Result<Block, Exhausted>> {
+    /// Takes a block, pinning another slab if need be; or says why there is none. A fetch may still read it.
+    pub(crate) fn take(&mut self, bytes: u64) -> Result<std::result::Result<InFlight<Block>, Exhausted>> {
         let wanted = bytes.max(1).next_multiple_of(GRAIN_BYTES);
         if let Some(block) = self.take_from_gap(bytes, wanted)? {
             return Ok(Ok(block));
@@ -147,11 +142,10 @@ impl Blocks {
         }
     }
 
-    /// Gives a block back; `reader` is the fetch that may still read it.
-    pub(crate) fn give(&mut self, block: Block, reader: Option<Reader>) {
+    /// Gives a block back; a fetch may still read it.
+    pub(crate) fn give(&mut self, block: InFlight<Block>) {
+        let (block, mut end) = block.into_parts();
         self.taken_bytes -= block.bytes;
-        // A block that was never written still has the reader of the range it came from.
-        let mut reader = later(reader, block.reader);
         let Some(Some(space)) = self.spaces.get_mut(block.slab) else { return };
         let gaps = &mut space.gaps;
         let (mut offset, mut bytes) = (block.offset, block.bytes);
@@ -159,34 +153,25 @@ impl Blocks {
             && before + gap.bytes == offset
         {
             (offset, bytes) = (before, bytes + gap.bytes);
-            reader = later(reader, gaps.remove(&before).and_then(|gap| gap.reader));
+            end = later(end, gaps.remove(&before).and_then(|gap| gap.end));
         }
         if let Some(gap) = gaps.remove(&(block.offset + block.bytes)) {
             bytes += gap.bytes;
-            reader = later(reader, gap.reader);
+            end = later(end, gap.end);
         }
-        gaps.insert(offset, Gap { bytes, reader });
+        gaps.insert(offset, Gap { bytes, end });
     }
 
     /// Pins slabs ahead of use, until so many bytes are pinned in all.
     pub(crate) fn reserve(&mut self, bytes: u64) -> Result<()> {
+        self.allocator.budget().check(bytes.saturating_sub(self.pinned_bytes))?;
         while self.pinned_bytes < bytes {
-            let piece = (bytes - self.pinned_bytes).min(LARGE_SLAB_BYTES);
-            if let Some(budget_bytes) = self.budget_bytes
-                && self.pinned_bytes + piece > budget_bytes
-            {
-                return Err(Error::Device(DeviceError::OutOfPinnedBudget {
-                    requested_bytes: bytes,
-                    available_bytes: budget_bytes.saturating_sub(self.pinned_bytes),
-                    budget_bytes,
-                }));
-            }
-            self.pin(piece)?;
+            self.pin((bytes - self.pinned_bytes).min(LARGE_SLAB_BYTES))?;
         }
         Ok(())
     }
 
-    fn take_from_gap(&mut self, bytes: u64, wanted: u64) -> Result<Option<Block>> {
+    fn take_from_gap(&mut self, bytes: u64, wanted: u64) -> Result<Option<InFlight<Block>>> {
         for (index, space) in self.spaces.iter_mut().enumerate() {
             let Some(space) = space else { continue };
             let found = space.gaps.iter().find(|(_, gap)| gap.bytes >= wanted).map(|(&offset, _)| offset);
@@ -194,32 +179,31 @@ impl Blocks {
             let region = space.slab.part(0)?.slice(offset, bytes)?;
             let Some(gap) = space.gaps.remove(&offset) else { continue };
             if gap.bytes > wanted {
-                let rest = Gap { bytes: gap.bytes - wanted, reader: gap.reader.clone() };
+                let rest = Gap { bytes: gap.bytes - wanted, end: gap.end.clone() };
                 space.gaps.insert(offset + wanted, rest);
             }
             self.taken_bytes += wanted;
             self.peak_bytes = self.peak_bytes.max(self.taken_bytes);
             self.recent_bytes = self.recent_bytes.max(self.taken_bytes);
-            return Ok(Some(Block { slab: index, offset, bytes: wanted, region, reader: gap.reader }));
+            return Ok(Some(InFlight::new(Block { slab: index, offset, bytes: wanted, region }, gap.end)));
         }
         Ok(None)
     }
 
-    /// Pins a slab that has room for `wanted` bytes: somewhat more if that can be had, else just that.
+    /// Pins a slab that has room for `wanted` bytes: somewhat more if there is memory for that, else just that.
     fn grow(&mut self, wanted: u64) -> Result<std::result::Result<(), Exhausted>> {
-        let left = self.budget_bytes.map_or(u64::MAX, |budget| budget.saturating_sub(self.pinned_bytes));
+        let limit_bytes = self.allocator.budget().limit_bytes();
         let generous =
             (wanted * SMALL_SLAB_BLOCKS).min(SMALL_SLAB_BYTES).max((self.pinned_bytes / 4).min(LARGE_SLAB_BYTES));
         let exhausted = |reason| Exhausted { requested_bytes: wanted, pinned_bytes: self.pinned_bytes, reason };
         // A slab is whole pages, and so is what a budget allows.
         let page = SlabLayout::new(&[1])?.bytes();
-        let left = left / page * page;
+        let left = self.allocator.budget().available_bytes() / page * page;
         if wanted > left {
-            let budget_bytes = self.budget_bytes.unwrap_or_default();
-            return Ok(Err(exhausted(format!("the budget is {budget_bytes} bytes"))));
+            return Ok(Err(exhausted(format!("the budget is {} bytes", limit_bytes.unwrap_or_default()))));
         }
         let memory = HostMemory::now();
-        let spared = if self.budget_bytes.is_some() { 0 } else { memory.total_bytes / HOST_MEMORY_PARTS };
+        let spared = if limit_bytes.is_some() { 0 } else { memory.total_bytes / HOST_MEMORY_PARTS };
         let sizes = [generous.max(wanted).min(left), wanted];
         let mut refusal = String::new();
         for bytes in sizes {
@@ -245,10 +229,10 @@ impl Blocks {
     }
 
     fn pin(&mut self, bytes: u64) -> Result<()> {
-        let slab = self.pool.slab("activations", &[bytes])?;
+        let slab = self.allocator.pin(&[bytes])?;
         // A slab ends with its page; the part asked for is what the gaps cover.
         self.pinned_bytes += slab.bytes();
-        let gaps = BTreeMap::from([(0, Gap { bytes: bytes / GRAIN_BYTES * GRAIN_BYTES, reader: None })]);
+        let gaps = BTreeMap::from([(0, Gap { bytes: bytes / GRAIN_BYTES * GRAIN_BYTES, end: None })]);
         let space = Some(Space { slab, gaps });
         match self.spaces.iter_mut().find(|space| space.is_none()) {
             Some(place) => *place = space,
@@ -257,7 +241,7 @@ impl Blocks {
         Ok(())
     }
 
-    /// A pass begins. Returns slabs that nobody has needed for a while, for the caller to drop where waiting for the
+    /// A pass begins. Returns slabs that were not needed for a while, for the caller to drop where waiting for the
     /// device does no harm: half as much again as was taken at most stays.
     pub(crate) fn begin_pass(&mut self) -> Vec<Lease<Slab>> {
         self.passes += 1;
@@ -288,11 +272,17 @@ impl Blocks {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use crate::memory::PinnedBudget;
     use forebay_device::open;
     use proptest::prelude::*;
 
     fn blocks(budget_bytes: Option<u64>) -> Blocks {
-        Blocks::new(Pool::new(open("cpu").unwrap()), budget_bytes)
+        Blocks::new(Allocator::within(open("cpu").unwrap(), PinnedBudget::new(budget_bytes)))
+    }
+
+    /// A block, without a wait for its last use.
+    fn taken(blocks: &mut Blocks, bytes: u64) -> Block {
+        blocks.take(bytes).unwrap().unwrap().into_parts().0
     }
 
     fn disjoint(held: &[Block]) -> bool {
@@ -300,7 +290,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(64))]
+        #![proptest_config(ProptestConfig::with_cases(forebay_device::testing::bench::cases(64)))]
 
         /// Blocks never overlap, all comes back, and what is pinned stays near the largest step, whatever the sizes.
         #[test]
@@ -312,7 +302,7 @@ mod tests {
             let mut after_largest = None;
             let largest = steps.iter().map(|s| s.iter().sum::<u64>()).max().unwrap_or(0);
             for sizes in &steps {
-                let mut held: Vec<Block> = sizes.iter().map(|&b| blocks.take(b).unwrap().unwrap()).collect();
+                let mut held: Vec<Block> = sizes.iter().map(|&b| taken(&mut blocks, b)).collect();
                 prop_assert!(disjoint(&held));
                 prop_assert_eq!(held.iter().map(|b| b.bytes).sum::<u64>(), blocks.taken_bytes());
                 // Given back in any order.
@@ -320,7 +310,7 @@ mod tests {
                 while !held.is_empty() {
                     seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
                     let block = held.swap_remove((seed >> 33) as usize % held.len());
-                    blocks.give(block, None);
+                    blocks.give(InFlight::new(block, None));
                 }
                 prop_assert!(blocks.is_whole(), "free ranges grow together again");
                 if sizes.iter().sum::<u64>() == largest {
@@ -333,8 +323,8 @@ mod tests {
             // The same sizes once more take no more memory.
             let before = blocks.pinned_bytes();
             for sizes in &steps {
-                let held: Vec<Block> = sizes.iter().map(|&b| blocks.take(b).unwrap().unwrap()).collect();
-                held.into_iter().for_each(|block| blocks.give(block, None));
+                let held: Vec<Block> = sizes.iter().map(|&b| taken(&mut blocks, b)).collect();
+                held.into_iter().for_each(|block| blocks.give(InFlight::new(block, None)));
             }
             prop_assert_eq!(blocks.pinned_bytes(), before);
         }
@@ -348,26 +338,25 @@ mod tests {
         let refusal = blocks.take(600 << 10).unwrap().unwrap_err();
         assert_eq!((refusal.requested_bytes, refusal.pinned_bytes), (600 << 10, blocks.pinned_bytes()));
         assert!(refusal.reason.contains("1048576"), "{refusal:?}");
-        blocks.give(first, None);
+        blocks.give(first);
         assert!(blocks.take(600 << 10).unwrap().is_ok(), "what came back is used again");
     }
 
     #[test]
-    fn a_range_remembers_the_latest_fetch_that_reads_it() {
+    fn a_range_is_in_flight_until_the_last_fetch_that_reads_it() {
         let mut blocks = blocks(None);
-        let marks = super::super::marks::Marks::new(open("cpu").unwrap());
-        let reader = |order| {
+        let marks = crate::flow::Marks::new(open("cpu").unwrap());
+        let read_until = |block, order| {
             let mark = marks.take().unwrap();
             mark.set_order(order);
-            Some(mark)
+            InFlight::until(block, mark)
         };
-        let (a, b) = (blocks.take(1000).unwrap().unwrap(), blocks.take(1000).unwrap().unwrap());
-        blocks.give(a, reader(7));
-        blocks.give(b, reader(3));
-        let both = blocks.take(2048).unwrap().unwrap();
-        assert_eq!(both.reader.as_ref().map(|reader| reader.order()), Some(7));
-        let fresh = blocks.take(1000).unwrap().unwrap();
-        assert!(fresh.reader.is_none() || fresh.reader.as_ref().is_some_and(|reader| reader.order() == 7));
+        let order = |block: InFlight<Block>| block.into_parts().1.map(|end| end.order());
+        let (a, b) = (taken(&mut blocks, 1000), taken(&mut blocks, 1000));
+        blocks.give(read_until(a, 7));
+        blocks.give(read_until(b, 3));
+        assert_eq!(order(blocks.take(2048).unwrap().unwrap()), Some(7));
+        assert!(matches!(order(blocks.take(1000).unwrap().unwrap()), None | Some(7)));
     }
 
     #[test]
@@ -375,8 +364,8 @@ mod tests {
         let mut blocks = blocks(None);
         let mut pass = |sizes: &[u64]| {
             let spare = blocks.begin_pass();
-            let held: Vec<Block> = sizes.iter().map(|&b| blocks.take(b).unwrap().unwrap()).collect();
-            held.into_iter().for_each(|block| blocks.give(block, None));
+            let held: Vec<Block> = sizes.iter().map(|&b| taken(&mut blocks, b)).collect();
+            held.into_iter().for_each(|block| blocks.give(InFlight::new(block, None)));
             (blocks.pinned_bytes(), spare.len())
         };
         let (long, _) = pass(&[40 << 20; 8]);

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use forebay_device::SharedDevice;
 use serde::Serialize;
 
-use super::marks::{Mark, Marks};
 use crate::error::Result;
+use crate::flow::{Mark, Marks};
 
 /// Passes whose times have not been read; more are forgotten, oldest first.
 const PASSES: usize = 8;
@@ -46,16 +46,16 @@ pub struct LayerStats {
 }
 
 #[derive(Debug, Default)]
-struct Times {
+struct LayerTimes {
     enter: Option<Arc<Mark>>,
     leave: Option<Arc<Mark>>,
     open: Option<Arc<Mark>>,
 }
 
 #[derive(Debug, Default)]
-struct Pass {
+struct WatchedPass {
     number: u64,
-    layers: BTreeMap<u32, Times>,
+    layers: BTreeMap<u32, LayerTimes>,
     eligible_bytes: u64,
     stall_ns: [u64; 2],
 }
@@ -71,7 +71,7 @@ struct Stall {
 
 /// The times of a pass: computation alone, without the waits.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct Measured {
+pub(crate) struct PassTimes {
     pub(crate) forward_ns: u64,
     pub(crate) backward_ns: u64,
     pub(crate) stall_ns: u64,
@@ -80,27 +80,25 @@ pub(crate) struct Measured {
 
 #[derive(Debug)]
 pub(crate) struct Clock {
-    device: SharedDevice,
     marks: Arc<Marks>,
-    passes: VecDeque<Pass>,
+    passes: VecDeque<WatchedPass>,
     stalls: Vec<Stall>,
     pub(crate) table: BTreeMap<u32, LayerStats>,
 }
 
 impl Clock {
     pub(crate) fn new(device: SharedDevice) -> Self {
-        let marks = Marks::timed(device.clone());
-        Self { device, marks, passes: VecDeque::new(), stalls: Vec::new(), table: BTreeMap::new() }
+        Self { marks: Marks::timed(device), passes: VecDeque::new(), stalls: Vec::new(), table: BTreeMap::new() }
     }
 
     pub(crate) fn mark(&self, stream: &forebay_device::Stream) -> Result<Arc<Mark>> {
         let mark = self.marks.take()?;
-        self.device.record(mark.event(), stream)?;
+        mark.record(stream)?;
         Ok(mark)
     }
 
     pub(crate) fn begin(&mut self, number: u64) {
-        self.passes.push_back(Pass { number, ..Pass::default() });
+        self.passes.push_back(WatchedPass { number, ..WatchedPass::default() });
         if self.passes.len() > PASSES {
             self.passes.pop_front();
         }
@@ -152,7 +150,7 @@ impl Clock {
         self.table.entry(layer).or_default()
     }
 
-    fn times(&mut self, pass: u64, layer: u32) -> Option<&mut Times> {
+    fn times(&mut self, pass: u64, layer: u32) -> Option<&mut LayerTimes> {
         self.passes
             .iter_mut()
             .rev()
@@ -164,12 +162,12 @@ impl Clock {
     pub(crate) fn read_stalls(&mut self, wait: bool) -> Result<()> {
         for stall in std::mem::take(&mut self.stalls) {
             if wait {
-                self.device.synchronize(stall.end.event())?;
-            } else if !self.device.query(stall.end.event())? {
+                stall.end.synchronize()?;
+            } else if !stall.end.query()? {
                 self.stalls.push(stall);
                 continue;
             }
-            let ns = self.device.elapsed_ns(stall.begin.event(), stall.end.event())?;
+            let ns = stall.begin.elapsed_ns(&stall.end)?;
             if ns < STALL_NS {
                 continue;
             }
@@ -184,7 +182,7 @@ impl Clock {
     }
 
     /// The oldest pass that ran forward and backward to its end, once its times can be read.
-    pub(crate) fn measured(&mut self) -> Result<Option<Measured>> {
+    pub(crate) fn measured(&mut self) -> Result<Option<PassTimes>> {
         self.read_stalls(false)?;
         for at in 0..self.passes.len() {
             let pass = &self.passes[at];
@@ -200,7 +198,7 @@ impl Clock {
         Ok(None)
     }
 
-    fn is_complete(&self, pass: &Pass) -> Result<bool> {
+    fn is_complete(&self, pass: &WatchedPass) -> Result<bool> {
         // A pass is over when the tensors of its first layer have been used.
         if pass.layers.values().next().is_none_or(|times| times.open.is_none()) {
             return Ok(false);
@@ -209,7 +207,7 @@ impl Clock {
             let (Some(enter), Some(leave)) = (&times.enter, &times.leave) else { return Ok(false) };
             // Layers may be used in any order, so that the first one's event need not be the last.
             for mark in [Some(enter), Some(leave), times.open.as_ref()].into_iter().flatten() {
-                if !self.device.query(mark.event())? {
+                if !mark.query()? {
                     return Ok(false);
                 }
             }
@@ -217,12 +215,12 @@ impl Clock {
         Ok(true)
     }
 
-    fn read(&mut self, pass: &Pass) -> Result<Measured> {
+    fn read(&mut self, pass: &WatchedPass) -> Result<PassTimes> {
         let mut forward_ns = 0;
         let mut opens: Vec<(u32, &Arc<Mark>)> = Vec::new();
         for (&layer, times) in &pass.layers {
             if let (Some(enter), Some(leave)) = (&times.enter, &times.leave) {
-                let ns = self.device.elapsed_ns(enter.event(), leave.event())?;
+                let ns = enter.elapsed_ns(leave)?;
                 self.table.entry(layer).or_default().forward_ns = ns;
                 forward_ns += ns;
             }
@@ -233,7 +231,7 @@ impl Clock {
         let mut backward_ns = 0;
         for pair in opens.windows(2) {
             let ((_, lower), (layer, upper)) = (pair[0], pair[1]);
-            let ns = self.device.elapsed_ns(upper.event(), lower.event())?;
+            let ns = upper.elapsed_ns(lower)?;
             self.table.entry(layer).or_default().backward_ns = ns;
             backward_ns += ns;
         }
@@ -246,7 +244,7 @@ impl Clock {
             layers => backward_ns * layers / (layers - 1),
         };
         let stall_ns = forward_stall_ns + backward_stall_ns;
-        Ok(Measured { forward_ns, backward_ns, stall_ns, eligible_bytes: pass.eligible_bytes })
+        Ok(PassTimes { forward_ns, backward_ns, stall_ns, eligible_bytes: pass.eligible_bytes })
     }
 }
 
@@ -275,7 +273,7 @@ impl Balance {
     }
 
     /// Takes a pass into account; rates are in bytes per nanosecond. Returns whether the fraction changed.
-    pub(crate) fn learn(&mut self, pass: &Measured, store_rate: f64, fetch_rate: f64) -> bool {
+    pub(crate) fn learn(&mut self, pass: &PassTimes, store_rate: f64, fetch_rate: f64) -> bool {
         if pass.eligible_bytes == 0 {
             return false;
         }
@@ -303,8 +301,8 @@ impl Balance {
 mod tests {
     use super::*;
 
-    fn pass(stall_ns: u64, eligible_bytes: u64) -> Measured {
-        Measured { forward_ns: 100, backward_ns: 200, stall_ns, eligible_bytes }
+    fn pass(stall_ns: u64, eligible_bytes: u64) -> PassTimes {
+        PassTimes { forward_ns: 100, backward_ns: 200, stall_ns, eligible_bytes }
     }
 
     #[test]
@@ -319,13 +317,13 @@ mod tests {
             clock.left(0, layer, leave);
         }
         let first = clock.mark(&stream).unwrap();
-        device.synchronize(first.event()).unwrap();
+        first.synchronize().unwrap();
         clock.opened(0, 0, first);
         device.launch(&stream, &forebay_device::Kernel::Spin { ns: 200_000_000 }).unwrap();
         let last = clock.mark(&stream).unwrap();
         clock.opened(0, 3, last.clone());
         assert!(clock.measured().unwrap().is_none());
-        device.synchronize(last.event()).unwrap();
+        last.synchronize().unwrap();
         assert!(clock.measured().unwrap().is_some());
     }
 

@@ -1,49 +1,44 @@
 //! Activations: they leave the device under the forward pass and return under the backward pass.
 //!
 //! ```text
-//! forward:   saved tensor ==store==> block of pinned memory      its source is let go a window of bytes later
+//! forward:   saved tensor ==store==> block of pinned memory      its source is freed a window of bytes later
 //! backward:  block        ==fetch==> memory on the device        asked for a window of bytes ahead of its use
 //! ```
 //!
 //! [`Tape`] decides, from the order of the program alone; `Blocks` is the pinned memory; a `Lane` for each direction
-//! issues copies from a thread of its own, a few chunks at a time. [`Offload`] puts them together. What events order:
+//! submits copies from a thread of its own, a few chunks at a time. [`Offload`] puts them together. What events order:
 //! - a store begins after the work that was submitted before the tensor was saved;
-//! - a source is let go after the computation's stream has been made to wait for the end of its store;
+//! - a source is freed after the computation's stream has been made to wait for the end of its store;
 //! - a fetch begins after its entry's store, and after what was submitted before its memory was allocated;
 //! - the use of fetched bytes waits for the end of the fetch;
 //! - a block is stored into again after the last fetch that reads it.
 //!
-//! A stream waits only for work that was submitted, so whoever needs an event that the lane has not recorded yet waits
+//! A stream waits only for work that was submitted, so a caller that needs a mark that the lane has not recorded yet waits
 //! for that on the host; the window bounds how far the host can be ahead.
 //!
-//! The caller owns the tensors' memory: it holds a source until [`Offload::save`] or [`Offload::release`] names its
-//! entry, and the memory of a fetch until the entry has been let go. It also says where saved tensors end: whatever the
-//! order of use turns out to be, an entry lives until its last save was released.
+//! The caller owns the tensors' memory: it keeps a source until [`Offload::save`] or [`Offload::release`] names its
+//! entry, and the memory of a fetch until [`Offload::free_fetched`] or [`Offload::release`]. It also says where saved
+//! tensors end: whatever the order of use turns out to be, an entry lives until its last save was released.
 
 mod blocks;
 mod clock;
-mod lane;
-mod marks;
-mod queue;
 mod tape;
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use forebay_device::{Backend, Device, Region, SharedDevice, Stream};
+use forebay_device::{Backend, Region, SharedDevice, Stream};
 use serde::Serialize;
 
 pub use blocks::Exhausted;
 use blocks::{Block, Blocks};
 pub use clock::LayerStats;
 use clock::{Balance, Clock, Half};
-use lane::{Job, Lane};
-use marks::{Mark, Marks};
-use queue::{Cancelled, Ticket};
-pub use tape::{EntryId, Key, Opened, Place, Route, SaveId, Saved, Tape};
+pub use tape::{EntryId, Key, Location, Opened, Route, SaveId, Saved, Tape};
 
 use crate::error::{Error, Result};
-use crate::pool::Pool;
+use crate::flow::{Cancelled, CopyJob, InFlight, Lane, Mark, Marks, QueuedCopy};
+use crate::memory::Allocator;
 use crate::sync::{Mutex, MutexGuard, lock};
 
 /// What to offload, and how much of it at a time.
@@ -53,8 +48,6 @@ pub struct OffloadOptions {
     pub fraction: Option<f64>,
     /// Bytes that may be on their way out, or fetched ahead; none for what the largest layer saves.
     pub max_in_flight_bytes: Option<u64>,
-    /// Most bytes to pin.
-    pub pinned_budget_bytes: Option<u64>,
 }
 
 impl OffloadOptions {
@@ -91,13 +84,8 @@ impl Compute {
     }
 
     /// What comes next waits for a mark.
-    fn join(&self, device: &dyn Device, mark: &Mark) -> Result<()> {
-        if self.on_host {
-            device.synchronize(mark.event())?;
-        } else {
-            device.wait(&self.stream, mark.event())?;
-        }
-        Ok(())
+    fn join(&self, mark: &Mark) -> Result<()> {
+        if self.on_host { mark.synchronize() } else { mark.wait(&self.stream) }
     }
 }
 
@@ -106,7 +94,7 @@ impl Compute {
 pub struct SaveOutcome {
     /// The save, its entry, and whether that is new and leaves the device.
     pub saved: Saved,
-    /// Entries whose sources may be let go now.
+    /// Entries whose sources may be freed now.
     pub dropped: Vec<EntryId>,
     /// Why the entry stays although it was to leave.
     pub exhausted: Option<Exhausted>,
@@ -139,31 +127,32 @@ pub struct OffloadStats {
     pub fetch_gbps: f64,
 }
 
+/// A fetch under way or over.
 #[derive(Debug)]
 struct Fetch {
-    ticket: Ticket,
-    done: Arc<Mark>,
+    copy: QueuedCopy,
+    /// The computation waits for the fetch's end from here on.
     joined: bool,
 }
 
+/// An entry that left the device or is about to.
 #[derive(Debug)]
-struct Body {
+struct Offloaded {
     block: Block,
     compute: Compute,
     layer: u32,
     pass: u64,
-    store: Ticket,
-    stored: Arc<Mark>,
+    store: QueuedCopy,
     /// The computation waits for the store's end from here on.
     left: bool,
     fetch: Option<Fetch>,
 }
 
 #[derive(Debug)]
-struct State {
+struct OffloadState {
     tape: Tape,
     blocks: Blocks,
-    bodies: HashMap<EntryId, Body>,
+    offloaded: HashMap<EntryId, Offloaded>,
     clock: Clock,
     balance: Option<Balance>,
     layer: u32,
@@ -177,21 +166,21 @@ pub struct Offload {
     marks: Arc<Marks>,
     store: Lane,
     fetch: Lane,
-    state: Mutex<State>,
+    state: Mutex<OffloadState>,
     pid: u32,
 }
 
 impl Offload {
-    /// Starts the two lanes; nothing is pinned yet.
-    pub fn new(pool: Arc<Pool>, options: OffloadOptions) -> Result<Self> {
+    /// Starts the two lanes; nothing is pinned yet. What is pinned later stays within the allocator's budget.
+    pub fn new(allocator: Arc<Allocator>, options: OffloadOptions) -> Result<Self> {
         options.check()?;
-        let device = pool.device().clone();
+        let device = allocator.device().clone();
         let marks = Marks::new(device.clone());
         let balance = options.fraction.is_none().then(Balance::new);
-        let state = State {
+        let state = OffloadState {
             tape: Tape::new(options.max_in_flight_bytes, options.fraction.unwrap_or(1.0)),
-            blocks: Blocks::new(pool, options.pinned_budget_bytes),
-            bodies: HashMap::new(),
+            blocks: Blocks::new(allocator),
+            offloaded: HashMap::new(),
             clock: Clock::new(device.clone()),
             balance,
             layer: 0,
@@ -219,7 +208,7 @@ impl Offload {
         Ok(Compute { stream, on_host })
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, OffloadState> {
         lock(&self.state)
     }
 
@@ -257,8 +246,9 @@ impl Offload {
         Ok(())
     }
 
-    /// Lets go of the sources whose routes say so before `layer` begins; the caller may do the same.
-    pub fn let_go_before(&self, layer: u32) -> Result<Vec<EntryId>> {
+    /// Makes the computation wait for the stores of entries whose routes free their sources before `layer` begins. Returns
+    /// the entries: the caller may free those sources.
+    pub fn free_before(&self, layer: u32) -> Result<Vec<EntryId>> {
         let state = &mut *self.state();
         let mut dropped = Vec::new();
         while let Some(entry) = state.tape.due_before(layer) {
@@ -273,7 +263,7 @@ impl Offload {
         self.state().tape.begin();
     }
 
-    fn learn(&self, state: &mut State) -> Result<()> {
+    fn learn(&self, state: &mut OffloadState) -> Result<()> {
         while let Some(pass) = state.clock.measured()? {
             if let (Some(balance), Some(store)) = (&mut state.balance, self.store.rate()) {
                 // Before anything has been fetched both ways are taken to be alike.
@@ -288,8 +278,8 @@ impl Offload {
     }
 
     /// A tensor was saved. `source` names the range of `key` on the device, and is asked for only if it leaves: it must
-    /// then stay as it is until its entry is named in an answer. Entries named in this answer may be let go. A save that is
-    /// not counted takes no room on the tape and only tells where its use is.
+    /// then stay as it is until its entry is named in an answer. Sources of entries named in this answer may be freed. A
+    /// save that is not counted takes no room on the tape and only tells where its use is.
     pub fn save(
         &self,
         key: Key,
@@ -342,73 +332,49 @@ impl Offload {
 
     fn begin_store(
         &self,
-        state: &mut State,
+        state: &mut OffloadState,
         entry: EntryId,
         bytes: u64,
         source: impl FnOnce() -> Result<Region>,
         compute: &Compute,
     ) -> Result<Option<Exhausted>> {
-        let mut block = match state.blocks.take(bytes)? {
-            Ok(block) => block,
+        let (block, last_use) = match state.blocks.take(bytes)? {
+            Ok(block) => block.into_parts(),
             Err(exhausted) => return Ok(Some(exhausted)),
         };
         let job = (|| {
             let ready = self.marks.take()?;
-            self.device.record(ready.event(), &compute.stream)?;
-            let after = [Some(ready), block.reader.clone()];
-            let after = after.into_iter().flatten().collect();
-            Ok(Job { from: source()?, to: block.region.clone(), after, done: self.marks.take()? })
+            ready.record(&compute.stream)?;
+            let after = [Some(ready), last_use.clone()].into_iter().flatten().collect();
+            Ok(CopyJob { from: source()?, to: block.region.clone(), after, end: self.marks.take()? })
         })();
         let job = match job {
             Ok(job) => job,
             Err(error) => {
-                state.blocks.give(block, None);
+                state.blocks.give(InFlight::new(block, last_use));
                 return Err(error);
             }
         };
-        block.reader = None;
-        let stored = job.done.clone();
         let store = self.store.submit(job, false);
         let (layer, pass) = (state.layer, state.tape.pass());
-        let body = Body { block, compute: compute.clone(), layer, pass, store, stored, left: false, fetch: None };
-        state.bodies.insert(entry, body);
+        let offloaded = Offloaded { block, compute: compute.clone(), layer, pass, store, left: false, fetch: None };
+        state.offloaded.insert(entry, offloaded);
         Ok(None)
     }
 
     /// What comes next on the stream that the entry was saved on waits for its store.
-    fn finish_store(&self, state: &mut State, entry: EntryId) -> Result<()> {
-        let Some(body) = state.bodies.get_mut(&entry) else { return Ok(()) };
-        let wait = self.join(&state.clock, &self.store, body.store, &body.stored, &body.compute)?;
-        body.left = true;
+    fn finish_store(&self, state: &mut OffloadState, entry: EntryId) -> Result<()> {
+        let Some(found) = state.offloaded.get_mut(&entry) else { return Ok(()) };
+        let wait = join(&state.clock, &self.store, &found.store, &found.compute)?;
+        found.left = true;
         if let Some((begin, end)) = wait {
-            state.clock.stalled(begin, end, state.layer, body.pass, Half::Forward)?;
+            state.clock.stalled(begin, end, state.layer, found.pass, Half::Forward)?;
         }
         Ok(())
     }
 
-    /// Makes the computation wait for a copy; the two points in time around that wait, unless it was over already.
-    fn join(
-        &self,
-        clock: &Clock,
-        lane: &Lane,
-        ticket: Ticket,
-        done: &Mark,
-        compute: &Compute,
-    ) -> Result<Option<(Arc<Mark>, Arc<Mark>)>> {
-        if lane.is_submitted(ticket) {
-            lane.wait(ticket)?;
-            if self.device.query(done.event())? {
-                return Ok(None);
-            }
-        }
-        let begin = clock.mark(&compute.stream)?;
-        lane.wait(ticket)?;
-        compute.join(&*self.device, done)?;
-        Ok(Some((begin, clock.mark(&compute.stream)?)))
-    }
-
     /// A saved tensor is about to be used. Where its entry was on the host, it is arriving from now on and the caller
-    /// fetches it; so are the entries named as ahead, which the caller may give up with [`Offload::let_go`].
+    /// fetches it; so are the entries named as ahead, which the caller may give up with [`Offload::free_fetched`].
     pub fn open(&self, save: SaveId, compute: &Compute) -> Result<Opened> {
         let state = &mut *self.state();
         let origin = state.tape.origin(save);
@@ -427,70 +393,69 @@ impl Offload {
         self.state().tape.bytes(entry)
     }
 
-    /// Fetches an arriving entry into memory that was allocated on `compute`, which stays the entry's until it is let
-    /// go. The fetch waits for what was submitted to `compute` so far.
+    /// Fetches an arriving entry into memory that was allocated on `compute`, which stays the entry's until it is freed.
+    /// The fetch waits for what was submitted to `compute` so far.
     pub fn fetch(&self, entry: EntryId, into: Region, urgent: bool, compute: &Compute) -> Result<()> {
         let state = &mut *self.state();
-        let body = state.bodies.get_mut(&entry).ok_or_else(|| unknown("entry", entry))?;
-        // Its own store has been submitted: that was waited for before the source was let go.
-        self.store.wait(body.store)?;
+        let found = state.offloaded.get_mut(&entry).ok_or_else(|| unknown("entry", entry))?;
+        // Its own store has been submitted: that was waited for before the source was freed.
+        self.store.wait(&found.store)?;
         let ready = self.marks.take()?;
-        self.device.record(ready.event(), &compute.stream)?;
-        let done = self.marks.take()?;
-        let after = vec![ready, body.stored.clone()];
-        let job = Job { from: body.block.region.clone(), to: into, after, done: done.clone() };
-        let bytes = body.block.region.bytes();
-        let ticket = self.fetch.submit(job, urgent);
+        ready.record(&compute.stream)?;
+        let after = vec![ready, found.store.end().clone()];
+        let job = CopyJob { from: found.block.region.clone(), to: into, after, end: self.marks.take()? };
+        let bytes = found.block.region.bytes();
+        let copy = self.fetch.submit(job, urgent);
         // The fetch may run on another stream than the tensor was saved on; what ends its use is that stream's.
-        body.compute = compute.clone();
-        body.fetch = Some(Fetch { ticket, done, joined: false });
-        state.clock.layer(body.layer).fetched_bytes += bytes;
+        found.compute = compute.clone();
+        found.fetch = Some(Fetch { copy, joined: false });
+        state.clock.layer(found.layer).fetched_bytes += bytes;
         Ok(())
     }
 
     /// What comes next on `compute` waits for the entry's fetch.
     pub fn ready(&self, entry: EntryId, compute: &Compute) -> Result<()> {
         let state = &mut *self.state();
-        let body = state.bodies.get_mut(&entry).ok_or_else(|| unknown("entry", entry))?;
-        let Some(fetch) = &mut body.fetch else { return Ok(()) };
-        self.fetch.hurry(fetch.ticket);
-        let wait = self.join(&state.clock, &self.fetch, fetch.ticket, &fetch.done, compute)?;
+        let found = state.offloaded.get_mut(&entry).ok_or_else(|| unknown("entry", entry))?;
+        let Some(fetch) = &mut found.fetch else { return Ok(()) };
+        self.fetch.hurry(&fetch.copy);
+        let wait = join(&state.clock, &self.fetch, &fetch.copy, compute)?;
         fetch.joined = true;
         if let Some((begin, end)) = wait {
-            state.clock.stalled(begin, end, body.layer, body.pass, Half::Backward)?;
+            state.clock.stalled(begin, end, found.layer, found.pass, Half::Backward)?;
         }
         state.tape.arrived(entry);
         Ok(())
     }
 
-    /// The caller lets go of an entry's fetched bytes, or could not allocate memory for them. They are fetched again
-    /// when they are wanted again.
-    pub fn let_go(&self, entry: EntryId) -> Result<()> {
+    /// The caller frees an entry's fetched bytes, or could not allocate memory for them. They are fetched again when they
+    /// are needed again.
+    pub fn free_fetched(&self, entry: EntryId) -> Result<()> {
         let state = &mut *self.state();
-        if matches!(state.tape.place(entry), Some(Place::Arriving | Place::Here)) {
-            if let Some(body) = state.bodies.get_mut(&entry) {
-                self.end_fetch(body)?;
+        if matches!(state.tape.location(entry), Some(Location::Arriving | Location::Here)) {
+            if let Some(found) = state.offloaded.get_mut(&entry) {
+                self.end_fetch(found)?;
             }
-            state.tape.let_go(entry);
+            state.tape.fetched_freed(entry);
         }
         Ok(())
     }
 
     /// Takes the fetch back as far as it has not been submitted, and has the computation wait for the rest of it.
-    fn end_fetch(&self, body: &mut Body) -> Result<()> {
-        let Some(fetch) = &mut body.fetch else { return Ok(()) };
+    fn end_fetch(&self, found: &mut Offloaded) -> Result<()> {
+        let Some(fetch) = &mut found.fetch else { return Ok(()) };
         if fetch.joined {
             return Ok(());
         }
-        if self.fetch.cancel(fetch.ticket) == Cancelled::Unrun {
-            body.fetch = None;
+        if self.fetch.cancel(&fetch.copy) == Cancelled::Unrun {
+            found.fetch = None;
             return Ok(());
         }
         fetch.joined = true;
-        body.compute.join(&*self.device, &fetch.done)
+        found.compute.join(fetch.copy.end())
     }
 
-    /// A saved tensor is gone. Returns the entry if it was the last of it: its source or fetched bytes may be let go.
+    /// A saved tensor is gone. Returns the entry if it was the last save of it: its source or fetched bytes may be freed.
     pub fn release(&self, save: SaveId) -> Result<Option<EntryId>> {
         // The lanes' threads do not exist in a forked child, and nothing there is to be given back.
         if self.pid != std::process::id() {
@@ -498,17 +463,19 @@ impl Offload {
         }
         let state = &mut *self.state();
         let Some((entry, _)) = state.tape.release(save) else { return Ok(None) };
-        let Some(mut body) = state.bodies.remove(&entry) else { return Ok(Some(entry)) };
-        let fetched = self.end_fetch(&mut body);
-        let stored = if body.left {
+        let Some(mut found) = state.offloaded.remove(&entry) else { return Ok(Some(entry)) };
+        let fetched = self.end_fetch(&mut found);
+        let stored = if found.left {
             Ok(())
         } else {
-            match self.store.cancel(body.store) {
+            match self.store.cancel(&found.store) {
                 Cancelled::Unrun => Ok(()),
-                Cancelled::Submitted => body.compute.join(&*self.device, &body.stored),
+                Cancelled::Submitted => found.compute.join(found.store.end()),
             }
         };
-        state.blocks.give(body.block, body.fetch.take().map(|fetch| fetch.done));
+        // The next store into the block follows this entry's store on the same stream; only a fetch has to be waited for.
+        let last_use = found.fetch.map(|fetch| fetch.copy.end().clone());
+        state.blocks.give(InFlight::new(found.block, last_use));
         fetched.and(stored)?;
         Ok(Some(entry))
     }
@@ -543,6 +510,20 @@ impl Offload {
         self.learn(state)?;
         Ok(state.clock.table.iter().map(|(&layer, &stats)| (layer, stats)).collect())
     }
+}
+
+/// Makes the computation wait for a copy; the two points in time around that wait, unless it was over already.
+fn join(clock: &Clock, lane: &Lane, copy: &QueuedCopy, compute: &Compute) -> Result<Option<(Arc<Mark>, Arc<Mark>)>> {
+    if lane.is_submitted(copy) {
+        lane.wait(copy)?;
+        if copy.end().query()? {
+            return Ok(None);
+        }
+    }
+    let begin = clock.mark(&compute.stream)?;
+    lane.wait(copy)?;
+    compute.join(copy.end())?;
+    Ok(Some((begin, clock.mark(&compute.stream)?)))
 }
 
 fn unknown(what: &'static str, id: u64) -> Error {

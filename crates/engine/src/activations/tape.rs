@@ -1,18 +1,18 @@
-//! The order of things: what was saved, in which order, where each is now, and what will be wanted next.
+//! The tape: what was saved, in which order, where each saved tensor is now, and which will be used next.
 //!
-//! Pure: no device, no memory, no time. The same calls give the same answers, so what travels and when sources are let
-//! go depends on the program alone and never on how fast anything ran.
+//! Pure: no device, no memory, no time. The same calls give the same answers, so what travels and when sources are freed
+//! depends on the program alone and never on how fast anything ran.
 //!
 //! Each saved tensor is a *save*; a storage at one version is an *entry*, shared by all saves of it. Saves lie on the
 //! tape in the order of the forward pass, each at the number of bytes saved before it. Distances on the tape are bytes,
 //! of kept and offloaded tensors alike, and the *window* is one such distance:
-//! - a source is let go when more than a window has been saved from it on;
+//! - a source is freed when more than a window has been saved from it on;
 //! - a use of a save at some place asks for the entries up to a window before it.
 //!
 //! So at most a window's bytes are held back from leaving and at most a window's bytes have arrived early, and both
 //! follow the computation: where half of the bytes are kept, half a window is in flight.
 //!
-//! A save may come with a [`Route`] instead, which a plan has made for it: then it goes where the route says, is let go
+//! A save may come with a [`Route`] instead, which a plan has made for it: then it goes where the route says, is freed
 //! at the end of one layer and fetched from the first use in another layer on, whatever the window is.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -52,15 +52,15 @@ impl Key {
 pub struct Route {
     /// Whether it leaves the device.
     pub leaves: bool,
-    /// Its source is let go when this layer is about to begin, at the end of the one before.
-    pub let_go_at: u32,
+    /// Its source is freed when this layer is about to begin, at the end of the one before.
+    pub free_at: u32,
     /// It is fetched from the first use of a save of this layer, or of one before it, on.
     pub fetch_at: u32,
 }
 
 /// Where an entry's bytes are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Place {
+pub enum Location {
     /// On the device, for good.
     Kept,
     /// On the device still; on its way to the host.
@@ -74,9 +74,9 @@ pub enum Place {
 }
 
 #[derive(Debug)]
-struct Entry {
+struct TapeEntry {
     key: Key,
-    place: Place,
+    location: Location,
     /// Bytes saved before it.
     start: u64,
     pass: u64,
@@ -114,13 +114,13 @@ pub struct Saved {
 /// The answer to a use.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Opened {
-    /// The entry that is wanted.
+    /// The entry that is used.
     pub entry: EntryId,
-    /// Where it was: at [`Place::Host`] it has to be fetched now.
-    pub place: Place,
+    /// Where it was: at [`Location::Host`] it has to be fetched now.
+    pub location: Location,
     /// Entries to fetch ahead, soonest first. They count as arriving from now on.
     pub ahead: Vec<EntryId>,
-    /// Whether the bytes on the device will be wanted again soon.
+    /// Whether the bytes on the device will be used again soon.
     pub hold: bool,
 }
 
@@ -133,12 +133,12 @@ pub struct Tape {
     /// In parts per billion.
     fraction: u128,
     credit: u128,
-    entries: HashMap<EntryId, Entry>,
+    entries: HashMap<EntryId, TapeEntry>,
     known: HashMap<Key, EntryId>,
     saves: BTreeMap<SaveId, Save>,
     /// Entries on their way out, oldest first.
     leaving: VecDeque<EntryId>,
-    /// The same for those that a route says when to let go of.
+    /// The same for those whose route says when their source is freed.
     routed: VecDeque<EntryId>,
     /// The last layer whose saves were used, and its pass: routes are looked through when it changes.
     used: Option<(u64, u32)>,
@@ -242,7 +242,7 @@ impl Tape {
         self.saves.insert(save, Save { entry, pass, layer, start, fetch_at, uses: 0 });
         if let Some(found) = known.and_then(|entry| self.entries.get_mut(&entry)) {
             found.saves.push(save);
-            let (start_bytes, offload) = (found.key.start_bytes, found.place != Place::Kept);
+            let (start_bytes, offload) = (found.key.start_bytes, found.location != Location::Kept);
             return Saved { save, entry, start_bytes, new: false, offload };
         }
         if counted {
@@ -250,8 +250,8 @@ impl Tape {
             self.largest_entry = self.largest_entry.max(key.bytes);
         }
         let offload = may_leave && route.map_or_else(|| self.is_chosen(key.bytes), |route| route.leaves);
-        let place = if offload { Place::Leaving } else { Place::Kept };
-        self.entries.insert(entry, Entry { key, place, start, pass, route, saves: vec![save] });
+        let location = if offload { Location::Leaving } else { Location::Kept };
+        self.entries.insert(entry, TapeEntry { key, location, start, pass, route, saves: vec![save] });
         self.known.insert(key, entry);
         if offload {
             let queue = if route.is_some() { &mut self.routed } else { &mut self.leaving };
@@ -275,10 +275,10 @@ impl Tape {
     pub fn keep(&mut self, entry: EntryId) {
         self.leaving.retain(|&leaving| leaving != entry);
         self.routed.retain(|&leaving| leaving != entry);
-        self.put(entry, Place::Kept);
+        self.put(entry, Location::Kept);
     }
 
-    /// The oldest entry whose source is to be let go now; call again until there is none.
+    /// The oldest entry whose source is to be freed now; call again until there is none.
     pub fn due(&mut self) -> Option<EntryId> {
         let window = self.window();
         let &oldest = self.leaving.front()?;
@@ -287,22 +287,22 @@ impl Tape {
             return None;
         }
         self.leaving.pop_front();
-        self.put(oldest, Place::Host);
+        self.put(oldest, Location::Host);
         Some(oldest)
     }
 
-    /// The oldest entry that its route lets go of before `layer` begins; call again until there is none.
+    /// The oldest entry whose route frees its source before `layer` begins; call again until there is none.
     pub fn due_before(&mut self, layer: u32) -> Option<EntryId> {
         let &oldest = self.routed.front()?;
         let is_due = self
             .entries
             .get(&oldest)
-            .is_none_or(|entry| entry.pass != self.pass || entry.route.is_none_or(|route| route.let_go_at <= layer));
+            .is_none_or(|entry| entry.pass != self.pass || entry.route.is_none_or(|route| route.free_at <= layer));
         if !is_due {
             return None;
         }
         self.routed.pop_front();
-        self.put(oldest, Place::Host);
+        self.put(oldest, Location::Host);
         Some(oldest)
     }
 
@@ -317,9 +317,10 @@ impl Tape {
                 continue;
             }
             let Some(entry) = self.entries.get(&other.entry) else { continue };
-            // An entry that several layers share is wanted by the first of them that comes.
+            // An entry that several layers share is fetched for the first of them that comes.
             let wanted = other.fetch_at.is_some_and(|layer| layer >= used.layer);
-            if wanted && entry.place == Place::Host && other.entry != used.entry && !found.contains(&other.entry) {
+            if wanted && entry.location == Location::Host && other.entry != used.entry && !found.contains(&other.entry)
+            {
                 found.push(other.entry);
             }
         }
@@ -334,7 +335,7 @@ impl Tape {
             used.uses += 1;
             *used
         };
-        let place = self.entries.get(&used.entry)?.place;
+        let location = self.entries.get(&used.entry)?.location;
         let mut ahead = self.routed_ahead(used);
         for (_, other) in self.saves.range(..save).rev() {
             if other.pass != used.pass || used.start - other.start > window {
@@ -343,15 +344,19 @@ impl Tape {
             if other.uses >= used.uses || other.entry == used.entry || ahead.contains(&other.entry) {
                 continue;
             }
-            if self.entries.get(&other.entry).is_some_and(|entry| entry.place == Place::Host && entry.route.is_none()) {
+            if self
+                .entries
+                .get(&other.entry)
+                .is_some_and(|entry| entry.location == Location::Host && entry.route.is_none())
+            {
                 ahead.push(other.entry);
             }
         }
         for &entry in &ahead {
-            self.put(entry, Place::Arriving);
+            self.put(entry, Location::Arriving);
         }
-        if place == Place::Host {
-            self.put(used.entry, Place::Arriving);
+        if location == Location::Host {
+            self.put(used.entry, Location::Arriving);
         }
         let hold = self.entries.get(&used.entry).is_some_and(|entry| {
             entry.saves.iter().filter_map(|id| self.saves.get(id)).any(|other| {
@@ -362,22 +367,22 @@ impl Tape {
                 other.pass == used.pass && other.uses < used.uses && soon
             })
         });
-        Some(Opened { entry: used.entry, place, ahead, hold })
+        Some(Opened { entry: used.entry, location, ahead, hold })
     }
 
     /// An arriving entry may be used on the device from now on.
     pub fn arrived(&mut self, entry: EntryId) {
-        self.put(entry, Place::Here);
+        self.put(entry, Location::Here);
     }
 
-    /// An entry's bytes on the device were let go, or never came.
-    pub fn let_go(&mut self, entry: EntryId) {
-        self.put(entry, Place::Host);
+    /// An entry's fetched bytes were freed, or never came.
+    pub fn fetched_freed(&mut self, entry: EntryId) {
+        self.put(entry, Location::Host);
     }
 
     /// Where an entry is.
-    pub fn place(&self, entry: EntryId) -> Option<Place> {
-        self.entries.get(&entry).map(|entry| entry.place)
+    pub fn location(&self, entry: EntryId) -> Option<Location> {
+        self.entries.get(&entry).map(|entry| entry.location)
     }
 
     /// An entry's bytes.
@@ -391,7 +396,7 @@ impl Tape {
     }
 
     /// A saved tensor is gone; returns its entry if that was the last one of it.
-    pub fn release(&mut self, save: SaveId) -> Option<(EntryId, Place)> {
+    pub fn release(&mut self, save: SaveId) -> Option<(EntryId, Location)> {
         let Save { entry: id, .. } = self.saves.remove(&save)?;
         let entry = self.entries.get_mut(&id)?;
         entry.saves.retain(|&other| other != save);
@@ -400,16 +405,16 @@ impl Tape {
         }
         let entry = self.entries.remove(&id)?;
         self.known.remove(&entry.key);
-        if entry.place == Place::Leaving {
+        if entry.location == Location::Leaving {
             self.leaving.retain(|&leaving| leaving != id);
             self.routed.retain(|&leaving| leaving != id);
         }
-        Some((id, entry.place))
+        Some((id, entry.location))
     }
 
-    fn put(&mut self, entry: EntryId, place: Place) {
+    fn put(&mut self, entry: EntryId, location: Location) {
         if let Some(entry) = self.entries.get_mut(&entry) {
-            entry.place = place;
+            entry.location = location;
         }
     }
 }
@@ -423,7 +428,7 @@ mod tests {
         Key { storage, storage_bytes: bytes, addr: storage << 20, start_bytes: 0, bytes, version: 0 }
     }
 
-    /// Saves tensors of these sizes and lets go of what is due.
+    /// Saves tensors of these sizes and frees what is due.
     fn save_all(tape: &mut Tape, sizes: &[u64]) -> Vec<Saved> {
         let first = tape.next;
         let saved = sizes.iter().zip(first..).map(|(&bytes, storage)| {
@@ -435,11 +440,11 @@ mod tests {
     }
 
     #[test]
-    fn a_source_is_let_go_a_window_after_it_was_saved() {
+    fn a_source_is_freed_a_window_after_it_was_saved() {
         let mut tape = Tape::new(Some(100), 1.0);
         let saved = save_all(&mut tape, &[40, 40, 40, 40]);
-        let places: Vec<_> = saved.iter().map(|saved| tape.place(saved.entry).unwrap()).collect();
-        assert_eq!(places, [Place::Host, Place::Host, Place::Leaving, Place::Leaving]);
+        let places: Vec<_> = saved.iter().map(|saved| tape.location(saved.entry).unwrap()).collect();
+        assert_eq!(places, [Location::Host, Location::Host, Location::Leaving, Location::Leaving]);
         let kept = tape.save(key(9, 60), false, true);
         assert!(!kept.offload);
         assert_eq!(tape.due(), Some(saved[2].entry), "kept bytes move the window too");
@@ -453,12 +458,12 @@ mod tests {
         let mut on_demand = Vec::new();
         for one in saved.iter().rev() {
             let opened = tape.open(one.save).unwrap();
-            if opened.place == Place::Host {
+            if opened.location == Location::Host {
                 on_demand.push(one.entry);
             }
-            if opened.place != Place::Leaving {
+            if opened.location != Location::Leaving {
                 tape.arrived(opened.entry);
-                tape.let_go(opened.entry);
+                tape.fetched_freed(opened.entry);
             }
             tape.release(one.save);
         }
@@ -480,10 +485,10 @@ mod tests {
         save_all(&mut tape, &[2000]);
         assert_eq!((saves[0].entry, saves[2].new), (saves[4].entry, false));
         let last = tape.open(saves[4].save).unwrap();
-        assert_eq!((last.place, last.hold), (Place::Host, true), "the layer before wants it within a window");
+        assert_eq!((last.location, last.hold), (Location::Host, true), "the layer before uses it within a window");
         tape.arrived(last.entry);
         let middle = tape.open(saves[2].save).unwrap();
-        assert_eq!((middle.place, middle.hold), (Place::Here, true));
+        assert_eq!((middle.location, middle.hold), (Location::Here, true));
         assert!(!tape.open(saves[0].save).unwrap().hold);
     }
 
@@ -543,15 +548,15 @@ mod tests {
         let mut tape = Tape::new(Some(50), 1.0);
         let input = save_all(&mut tape, &[40])[0];
         let marks: Vec<_> = (10..20).map(|storage| tape.save(key(storage, 500), false, false)).collect();
-        assert_eq!((tape.due(), tape.place(input.entry)), (None, Some(Place::Leaving)));
-        assert_eq!(tape.open(marks[9].save).unwrap().place, Place::Kept);
+        assert_eq!((tape.due(), tape.location(input.entry)), (None, Some(Location::Leaving)));
+        assert_eq!(tape.open(marks[9].save).unwrap().location, Location::Kept);
     }
 
     #[test]
-    fn routes_say_what_leaves_when_it_is_let_go_and_when_it_is_fetched() {
-        // A window of one byte would let go of everything at once.
+    fn routes_say_what_leaves_when_it_is_freed_and_when_it_is_fetched() {
+        // A window of one byte would free everything at once.
         let mut tape = Tape::new(Some(1), 1.0);
-        let route = |leaves, let_go_at, fetch_at| Some(Route { leaves, let_go_at, fetch_at });
+        let route = |leaves, free_at, fetch_at| Some(Route { leaves, free_at, fetch_at });
         let mut saved = Vec::new();
         let routes = [route(true, 2, 3), route(true, 3, 1), route(false, 3, 3), route(true, 4, 3)];
         for (layer, route) in routes.into_iter().enumerate() {
@@ -571,13 +576,13 @@ mod tests {
             };
             assert_eq!(gone, expected, "at the end of layer {layer}");
         }
-        assert_eq!(tape.place(saved[2].entry), Some(Place::Kept));
+        assert_eq!(tape.location(saved[2].entry), Some(Location::Kept));
         let last = tape.open(saved[3].save).unwrap();
-        assert_eq!((last.place, last.ahead), (Place::Host, vec![saved[0].entry]));
+        assert_eq!((last.location, last.ahead), (Location::Host, vec![saved[0].entry]));
         assert!(tape.open(saved[2].save).unwrap().ahead.is_empty());
         let second = tape.open(saved[1].save).unwrap();
-        assert_eq!((second.place, second.ahead.len()), (Place::Host, 0), "wanted no earlier than now");
-        assert_eq!(tape.open(saved[0].save).unwrap().place, Place::Arriving);
+        assert_eq!((second.location, second.ahead.len()), (Location::Host, 0), "needed no earlier than now");
+        assert_eq!(tape.open(saved[0].save).unwrap().location, Location::Arriving);
     }
 
     #[test]
@@ -587,7 +592,7 @@ mod tests {
         let mut saves = Vec::new();
         for layer in 0..4u32 {
             tape.enter(layer, layer == 0);
-            let route = Some(Route { leaves: true, let_go_at: layer + 1, fetch_at: (layer + 1).min(3) });
+            let route = Some(Route { leaves: true, free_at: layer + 1, fetch_at: (layer + 1).min(3) });
             saves.push(tape.save_routed(shared, true, true, route));
             saves.push(tape.save_routed(key(u64::from(layer) + 10, 50), true, true, route));
             tape.leave();
@@ -600,17 +605,21 @@ mod tests {
             assert_eq!(opened.ahead.contains(&other.entry), layer == 3, "once, with the first use of all");
             tape.arrived(own.entry);
             let opened = tape.open(other.save).unwrap();
-            assert!(matches!(opened.place, Place::Arriving | Place::Here), "layer {layer}: {:?}", opened.place);
+            assert!(
+                matches!(opened.location, Location::Arriving | Location::Here),
+                "layer {layer}: {:?}",
+                opened.location
+            );
             assert_eq!(opened.hold, layer > 0);
             tape.arrived(other.entry);
         }
     }
 
     #[test]
-    fn what_a_pass_left_behind_is_let_go_in_the_next() {
+    fn what_a_pass_left_behind_is_freed_in_the_next() {
         let mut tape = Tape::new(None, 1.0);
         tape.enter(0, true);
-        let route = Some(Route { leaves: true, let_go_at: 9, fetch_at: 0 });
+        let route = Some(Route { leaves: true, free_at: 9, fetch_at: 0 });
         let left = tape.save_routed(key(1, 10), true, true, route).entry;
         assert_eq!(tape.due_before(1), None);
         tape.enter(0, false);
@@ -640,7 +649,7 @@ mod tests {
         }
 
         /// Whatever is saved and used in whatever order: never more than a window on its way out, never more than a
-        /// window fetched ahead at once, every use is told where its bytes are, and nothing is left over.
+        /// window fetched ahead at once, every use learns where its bytes are, and nothing is left over.
         #[test]
         fn any_order_keeps_the_window(
             sizes in prop::collection::vec(1u64..100, 1..60),
@@ -656,12 +665,12 @@ mod tests {
                 let opened = tape.open(one.save).unwrap();
                 prop_assert_eq!(opened.entry, one.entry);
                 prop_assert!(opened.ahead.iter().map(|&entry| tape.bytes(entry)).sum::<u64>() <= window);
-                prop_assert!(opened.ahead.iter().all(|&entry| tape.place(entry) == Some(Place::Arriving)));
+                prop_assert!(opened.ahead.iter().all(|&entry| tape.location(entry) == Some(Location::Arriving)));
                 prop_assert!(!opened.ahead.contains(&one.entry));
-                if !matches!(opened.place, Place::Kept | Place::Leaving) {
+                if !matches!(opened.location, Location::Kept | Location::Leaving) {
                     tape.arrived(one.entry);
                     if !opened.hold {
-                        tape.let_go(one.entry);
+                        tape.fetched_freed(one.entry);
                     }
                 }
             }

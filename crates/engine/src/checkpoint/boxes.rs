@@ -1,20 +1,42 @@
-//! Boxes: which part of a tensor a chunk is, and where its elements lie in memory.
+//! Boxes: which part of a tensor a chunk is, and where its elements are in memory.
 
 use serde::{Deserialize, Serialize};
 
+use super::element_bytes;
+
 /// A box in a tensor: where it starts in each dimension and how long it is there.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Extent {
+pub struct TensorBox {
     /// Where it starts.
     pub offsets: Vec<u64>,
     /// How long it is.
     pub shape: Vec<u64>,
 }
 
-/// The number of elements of a shape; none where it does not fit into 64 bits.
+/// The number of elements of a shape; none where the number does not fit into 64 bits.
 pub(super) fn volume(shape: &[u64]) -> Option<u64> {
-    // An empty dimension makes everything empty, however large the others claim to be.
+    // A tensor with an empty dimension is empty, however large the others are.
     if shape.contains(&0) { Some(0) } else { shape.iter().try_fold(1u64, |product, &side| product.checked_mul(side)) }
+}
+
+/// The bytes of a contiguous tensor; none where its type is unknown or the number does not fit into 64 bits.
+pub fn dense_bytes(dtype: &str, shape: &[u64]) -> Option<u64> {
+    volume(shape)?.checked_mul(element_bytes(dtype)?)
+}
+
+/// The bytes from a tensor's first element to the end of its last, with strides in elements; none where its type is
+/// unknown, it has another number of strides than of dimensions, or the number does not fit into 64 bits.
+pub fn span_bytes(dtype: &str, shape: &[u64], strides: &[u64]) -> Option<u64> {
+    let width = element_bytes(dtype)?;
+    if strides.len() != shape.len() {
+        return None;
+    }
+    if shape.contains(&0) {
+        return Some(0);
+    }
+    let mut sides = shape.iter().zip(strides);
+    let elements = sides.try_fold(1u64, |last, (&side, &stride)| last.checked_add((side - 1).checked_mul(stride)?))?;
+    elements.checked_mul(width)
 }
 
 /// The strides of a contiguous tensor of a shape, in elements.
@@ -26,7 +48,7 @@ pub(super) fn row_major(shape: &[u64]) -> Vec<u64> {
     strides
 }
 
-impl Extent {
+impl TensorBox {
     /// All of a tensor.
     pub fn whole(shape: &[u64]) -> Self {
         Self { offsets: vec![0; shape.len()], shape: shape.to_vec() }
@@ -56,7 +78,7 @@ impl Extent {
 }
 
 /// Whether boxes cover a tensor exactly once; if not, why. All of them are inside it.
-pub(super) fn check_cover(boxes: &[&Extent], shape: &[u64]) -> Result<(), String> {
+pub(super) fn check_cover(boxes: &[&TensorBox], shape: &[u64]) -> Result<(), String> {
     let total = volume(shape).ok_or("its shape is too large")?;
     let mut covered = 0u64;
     for extent in boxes {
@@ -64,7 +86,7 @@ pub(super) fn check_cover(boxes: &[&Extent], shape: &[u64]) -> Result<(), String
         covered = covered.checked_add(elements).ok_or("its chunks add up to too much")?;
     }
     // Sorted by the first dimension, a box can only overlap those that follow before its own end.
-    let mut order: Vec<&Extent> = boxes.iter().copied().filter(|extent| !extent.shape.contains(&0)).collect();
+    let mut order: Vec<&TensorBox> = boxes.iter().copied().filter(|extent| !extent.shape.contains(&0)).collect();
     order.sort_by_key(|extent| extent.offsets.first().copied().unwrap_or(0));
     for (i, a) in order.iter().enumerate() {
         let end = a.offsets.first().map_or(1, |&offset| offset + a.shape[0]);
@@ -79,9 +101,9 @@ pub(super) fn check_cover(boxes: &[&Extent], shape: &[u64]) -> Result<(), String
     Ok(())
 }
 
-/// Elements that lie together on both sides of a copy.
+/// Elements that are contiguous on both sides of a copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Run {
+pub struct CopyRun {
     /// Where they start in the chunk, which is contiguous.
     pub from: u64,
     /// Where they start in the target, counted in elements from the box's first.
@@ -93,7 +115,7 @@ pub struct Run {
 /// The runs of a box inside a contiguous chunk, copied to a target with these strides (in elements).
 ///
 /// `offsets` is where the box starts in the chunk and `lengths` how long it is; the target's first element is the box's.
-pub fn runs(chunk_shape: &[u64], offsets: &[u64], lengths: &[u64], strides: &[u64]) -> impl Iterator<Item = Run> {
+pub fn runs(chunk_shape: &[u64], offsets: &[u64], lengths: &[u64], strides: &[u64]) -> impl Iterator<Item = CopyRun> {
     let dims = chunk_shape.len();
     let chunk_strides = row_major(chunk_shape);
     // Trailing dimensions that are contiguous on both sides are one run; a dimension of one element never matters.
@@ -120,7 +142,7 @@ pub fn runs(chunk_shape: &[u64], offsets: &[u64], lengths: &[u64], strides: &[u6
             from += at * chunk_strides[i];
             to += at * strides[i];
         }
-        Run { from, to, elements }
+        CopyRun { from, to, elements }
     })
 }
 
@@ -129,13 +151,13 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn extent(offsets: &[u64], shape: &[u64]) -> Extent {
-        Extent { offsets: offsets.to_vec(), shape: shape.to_vec() }
+    fn extent(offsets: &[u64], shape: &[u64]) -> TensorBox {
+        TensorBox { offsets: offsets.to_vec(), shape: shape.to_vec() }
     }
 
     #[test]
     fn cover_is_exact_or_says_why() {
-        let cover = |boxes: &[Extent], shape: &[u64]| check_cover(&boxes.iter().collect::<Vec<_>>(), shape);
+        let cover = |boxes: &[TensorBox], shape: &[u64]| check_cover(&boxes.iter().collect::<Vec<_>>(), shape);
         assert_eq!(cover(&[extent(&[0, 0], &[2, 4]), extent(&[2, 0], &[1, 4])], &[3, 4]), Ok(()));
         assert_eq!(cover(&[extent(&[0, 0], &[3, 2]), extent(&[0, 2], &[3, 2])], &[3, 4]), Ok(()));
         assert_eq!(cover(&[extent(&[], &[])], &[]), Ok(()));
@@ -151,13 +173,28 @@ mod tests {
         let all = |chunk: &[u64], offsets: &[u64], lengths: &[u64], strides: &[u64]| {
             runs(chunk, offsets, lengths, strides).collect::<Vec<_>>()
         };
-        assert_eq!(all(&[4, 8], &[1, 0], &[2, 8], &[8, 1]), [Run { from: 8, to: 0, elements: 16 }]);
-        assert_eq!(all(&[], &[], &[], &[]), [Run { from: 0, to: 0, elements: 1 }]);
+        assert_eq!(all(&[4, 8], &[1, 0], &[2, 8], &[8, 1]), [CopyRun { from: 8, to: 0, elements: 16 }]);
+        assert_eq!(all(&[], &[], &[], &[]), [CopyRun { from: 0, to: 0, elements: 1 }]);
         assert_eq!(all(&[4, 8], &[1, 0], &[0, 8], &[8, 1]), []);
         assert_eq!(
             all(&[2, 4], &[0, 1], &[2, 2], &[2, 1]),
-            [Run { from: 1, to: 0, elements: 2 }, Run { from: 5, to: 2, elements: 2 }]
+            [CopyRun { from: 1, to: 0, elements: 2 }, CopyRun { from: 5, to: 2, elements: 2 }]
         );
+    }
+
+    #[test]
+    fn bytes_of_dense_and_strided_tensors() {
+        assert_eq!(dense_bytes("BF16", &[3, 5]), Some(30));
+        assert_eq!(dense_bytes("F32", &[]), Some(4));
+        assert_eq!(dense_bytes("F32", &[u64::MAX, 0]), Some(0));
+        assert_eq!(dense_bytes("F32", &[u64::MAX, 2]), None);
+        assert_eq!(dense_bytes("F33", &[1]), None);
+        assert_eq!(span_bytes("F32", &[3, 5], &[5, 1]), Some(60));
+        assert_eq!(span_bytes("F32", &[3, 5], &[1, 10]), Some(4 * 43));
+        assert_eq!(span_bytes("F32", &[], &[]), Some(4));
+        assert_eq!(span_bytes("F32", &[3, 0], &[7, 1]), Some(0));
+        assert_eq!(span_bytes("F32", &[3], &[u64::MAX]), None);
+        assert_eq!(span_bytes("F32", &[3, 5], &[5]), None);
     }
 
     proptest! {

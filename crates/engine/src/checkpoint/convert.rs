@@ -1,25 +1,26 @@
 //! To and from one plain safetensors file.
 
-use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
 use std::io::Write as _;
 use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use serde_json::{Map, Value, json};
+use serde::{Serialize, de::DeserializeOwned};
+use serde_json::{Map, json};
 
-use super::boxes::{Extent, row_major, runs};
+use super::boxes::{TensorBox, row_major, runs};
 use super::folder::{Saving, sync_folder};
-use super::manifest::{Chunk, FileRecord, Manifest, Tensor};
-use super::{BLOCK_BYTES, Checkpoint, element_bytes, encode_header, file_error, refuse, verify};
-use crate::error::Result;
+use super::manifest::{FileRecord, Manifest, StoredChunk, Tensor};
+use super::verify::{Header, HeaderEntry};
+use super::{BLOCK_BYTES, Checkpoint, element_bytes, encode_header, refuse, verify};
+use crate::error::{Error, Result};
 
-/// Where a plain file keeps what is no tensor: safetensors allows texts only.
+/// The texts of a plain file that hold values which are no tensors: beside tensors, safetensors has texts only.
 const OBJECTS: &str = "forebay.objects";
 const PATHS: &str = "forebay.paths";
 
-/// Writes all of a checkpoint into one file, each tensor whole. Every checksum is compared before. `moved` counts bytes.
+/// Writes all of a checkpoint into one file, each tensor whole, after comparing every checksum. `moved` counts bytes.
 pub fn to_safetensors(checkpoint: &Checkpoint, target: &Path, moved: &AtomicU64) -> Result<()> {
     let problems = verify::verify(checkpoint, moved)?;
     if let Some(problem) = problems.into_iter().next() {
@@ -29,7 +30,7 @@ pub fn to_safetensors(checkpoint: &Checkpoint, target: &Path, moved: &AtomicU64)
     let mut header = Map::new();
     header.insert(
         "__metadata__".to_owned(),
-        json!({"format": "pt", OBJECTS: text(&manifest.objects), PATHS: text(&manifest.paths)}),
+        json!({"format": "pt", OBJECTS: to_text(&manifest.objects), PATHS: to_text(&manifest.paths)}),
     );
     let mut order: Vec<(&String, &Tensor)> = manifest.tensors.iter().collect();
     order.sort_by_key(|(name, tensor)| (std::cmp::Reverse(element_bytes(&tensor.dtype)), *name));
@@ -44,9 +45,9 @@ pub fn to_safetensors(checkpoint: &Checkpoint, target: &Path, moved: &AtomicU64)
     let head = encode_header(header, 64);
     let data = head.len() as u64;
 
-    // Complete or not there: written under another name first.
+    // Written under another name first, so that the target is complete or absent.
     let partial = target.with_extension("partial");
-    let fail = |error: std::io::Error| file_error("write", &partial, &error);
+    let fail = |error: std::io::Error| Error::file("write", &partial, &error);
     let out = File::create(&partial).map_err(fail)?;
     let outcome = (|| {
         out.write_all_at(&head, 0).map_err(fail)?;
@@ -56,7 +57,7 @@ pub fn to_safetensors(checkpoint: &Checkpoint, target: &Path, moved: &AtomicU64)
             copy_tensor(checkpoint, tensor, (&out, &partial), data + start, &mut buffer, moved)?;
         }
         out.sync_all().map_err(fail)?;
-        fs::rename(&partial, target).map_err(|error| file_error("write", target, &error))?;
+        fs::rename(&partial, target).map_err(|error| Error::file("write", target, &error))?;
         sync_folder(target.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new(".")))
     })();
     if outcome.is_err() {
@@ -76,7 +77,7 @@ fn copy_tensor(
     let width = element_bytes(&tensor.dtype).unwrap_or(1);
     let strides = row_major(&tensor.shape);
     for chunk in &tensor.chunks {
-        let Extent { offsets, shape } = &chunk.extent;
+        let TensorBox { offsets, shape } = &chunk.extent;
         let base: u64 = offsets.iter().zip(&strides).map(|(offset, stride)| offset * stride).sum();
         let (source, path) = checkpoint.open_file(chunk.file)?;
         for run in runs(shape, &vec![0; shape.len()], shape, &strides) {
@@ -85,9 +86,9 @@ fn copy_tensor(
                 let len = (bytes - done).min(buffer.len() as u64);
                 let piece = &mut buffer[..len as usize];
                 let read = source.read_exact_at(piece, chunk.begin + run.from * width + done);
-                read.map_err(|error| file_error("read", &path, &error))?;
+                read.map_err(|error| Error::file("read", &path, &error))?;
                 let written = out.write_all_at(piece, start + (base + run.to) * width + done);
-                written.map_err(|error| file_error("write", target, &error))?;
+                written.map_err(|error| Error::file("write", target, &error))?;
                 done += len;
                 moved.fetch_add(len, Relaxed);
             }
@@ -98,59 +99,54 @@ fn copy_tensor(
 
 /// Makes a checkpoint of one plain file at a path. `moved` counts bytes.
 pub fn from_safetensors(source: &Path, path: &Path, moved: &AtomicU64) -> Result<()> {
-    let fail = |error: std::io::Error| file_error("read", source, &error);
+    let fail = |error: std::io::Error| Error::file("read", source, &error);
     let opened = File::open(source).map_err(fail)?;
     let bytes = opened.metadata().map_err(fail)?.len();
-    let (start, entries) = verify::header(&opened, bytes).or_else(|reason| refuse(source, reason))?;
-    let kept = texts(&opened, start).map_err(fail)?;
+    let Header { start, entries, texts } = Header::read(&opened, bytes).or_else(|reason| refuse(source, reason))?;
     let saving = Saving::begin(path)?;
-    let name = "0-0.safetensors".to_owned();
-    let target = saving.folder().join(&name);
-    let fail_to_write = |error: std::io::Error| file_error("write", &target, &error);
-    let mut out = OpenOptions::new().write(true).create_new(true).open(&target).map_err(fail_to_write)?;
-    let (mut blocks, mut buffer, mut at) = (Vec::new(), vec![0; BLOCK_BYTES as usize], 0);
-    // The file as it is: it has the right format already, and only needs checksums.
-    while at < bytes {
-        let len = (bytes - at).min(BLOCK_BYTES);
-        let block = &mut buffer[..len as usize];
-        opened.read_exact_at(block, at).map_err(fail)?;
-        blocks.push(crc32fast::hash(block));
-        out.write_all(block).map_err(fail_to_write)?;
-        at += len;
-        moved.fetch_add(len, Relaxed);
-    }
-    out.sync_all().map_err(fail_to_write)?;
-    sync_folder(saving.folder())?;
-    let tensors = entries
-        .into_iter()
-        .map(|(name, (dtype, shape, begin, end))| {
-            let chunk = Chunk { extent: Extent::whole(&shape), file: 0, begin: start + begin, end: start + end };
-            (name, Tensor { dtype, shape, chunks: vec![chunk] })
-        })
-        .collect();
-    let value = |key: &str| kept.get(key).and_then(|text| serde_json::from_str(text).ok());
-    let objects = value(OBJECTS).and_then(|value| serde_json::from_value(value).ok()).unwrap_or_default();
-    let paths = value(PATHS).and_then(|value| serde_json::from_value(value).ok()).unwrap_or_default();
+    let record = copy_whole((&opened, source), bytes, saving.folder(), moved)?;
+    let tensor = |HeaderEntry { dtype, shape, begin, end }: HeaderEntry| {
+        let chunk = StoredChunk { extent: TensorBox::whole(&shape), file: 0, begin: start + begin, end: start + end };
+        Tensor { dtype, shape, chunks: vec![chunk] }
+    };
     let manifest = Manifest {
         block_bytes: BLOCK_BYTES,
-        files: vec![FileRecord { name, bytes, blocks }],
-        tensors,
-        objects,
-        paths,
+        files: vec![record],
+        tensors: entries.into_iter().map(|(name, entry)| (name, tensor(entry))).collect(),
+        objects: from_text(texts.get(OBJECTS)),
+        paths: from_text(texts.get(PATHS)),
         made_by: [("forebay".to_owned(), crate::VERSION.to_owned())].into(),
     };
     saving.commit(&manifest, None)?;
     Ok(())
 }
 
-fn text<T: serde::Serialize>(value: &T) -> String {
+/// Copies a plain file into a checkpoint's folder as it is: it has the right format, and only needs checksums.
+fn copy_whole((opened, source): (&File, &Path), bytes: u64, folder: &Path, moved: &AtomicU64) -> Result<FileRecord> {
+    let name = "0-0.safetensors".to_owned();
+    let target = folder.join(&name);
+    let fail = |error: std::io::Error| Error::file("write", &target, &error);
+    let mut out = OpenOptions::new().write(true).create_new(true).open(&target).map_err(fail)?;
+    let (mut blocks, mut buffer, mut at) = (Vec::new(), vec![0; BLOCK_BYTES as usize], 0);
+    while at < bytes {
+        let len = (bytes - at).min(BLOCK_BYTES);
+        let block = &mut buffer[..len as usize];
+        opened.read_exact_at(block, at).map_err(|error| Error::file("read", source, &error))?;
+        blocks.push(crc32fast::hash(block));
+        out.write_all(block).map_err(fail)?;
+        at += len;
+        moved.fetch_add(len, Relaxed);
+    }
+    out.sync_all().map_err(fail)?;
+    sync_folder(folder)?;
+    Ok(FileRecord { name, bytes, blocks })
+}
+
+fn to_text<T: Serialize>(value: &T) -> String {
     serde_json::to_string(value).unwrap_or_default()
 }
 
-/// The texts in a file's header.
-fn texts(opened: &File, start: u64) -> std::io::Result<BTreeMap<String, String>> {
-    let mut text = vec![0; (start - 8) as usize];
-    opened.read_exact_at(&mut text, 8)?;
-    let header: Value = serde_json::from_slice(&text).unwrap_or_default();
-    Ok(serde_json::from_value(header.get("__metadata__").cloned().unwrap_or_default()).unwrap_or_default())
+/// The value of a text that [`to_text`] made; an empty one where another tool wrote the file.
+fn from_text<T: DeserializeOwned + Default>(text: Option<&String>) -> T {
+    text.and_then(|text| serde_json::from_str(text).ok()).unwrap_or_default()
 }

@@ -1,25 +1,25 @@
-//! Folders: which checkpoint of a path is the one to load, and how a new one comes to be.
+//! Folders: which checkpoint of a path is loaded, and how a new one is made.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{ErrorKind, Write as _};
 use std::path::{Path, PathBuf};
 
 use super::manifest::Manifest;
-use super::{MANIFEST, file_error, refuse};
-use crate::error::Result;
+use super::{MANIFEST, refuse};
+use crate::error::{Error, Result};
 
-/// Held by whoever saves to a path; the system lets go of it when the process ends, however it ends.
+/// The file that a save to a path keeps locked. The system unlocks it when the process ends, in whatever way.
 const LOCK: &str = ".saving";
-/// The manifest until it is complete.
+/// The manifest's name until it is complete.
 const PARTIAL: &str = "manifest.json.partial";
 const DIGITS: usize = 8;
 
 /// Subfolders with numbers for names, in ascending order.
 fn numbered(path: &Path) -> Result<Vec<(u64, PathBuf)>> {
-    let entries = fs::read_dir(path).map_err(|error| file_error("list", path, &error))?;
+    let entries = fs::read_dir(path).map_err(|error| Error::file("list", path, &error))?;
     let mut found = Vec::new();
     for entry in entries {
-        let entry = entry.map_err(|error| file_error("list", path, &error))?;
+        let entry = entry.map_err(|error| Error::file("list", path, &error))?;
         let name = entry.file_name();
         let Some(name) = name.to_str() else { continue };
         let is_number = name.len() == DIGITS && name.bytes().all(|byte| byte.is_ascii_digit());
@@ -54,13 +54,13 @@ pub fn latest(path: &Path) -> Result<PathBuf> {
     }
 }
 
-/// Removes all complete checkpoints of a path but the last `keep`. Each loses its manifest first, so that one that is
-/// half removed is a leftover.
+/// Removes all complete checkpoints of a path but the last `keep`. The manifest is removed first, so a checkpoint that is
+/// removed by half is incomplete.
 pub fn prune(path: &Path, keep: usize) -> Result<()> {
     let folders = complete(path)?;
     for folder in &folders[..folders.len().saturating_sub(keep)] {
         let manifest = folder.join(MANIFEST);
-        fs::remove_file(&manifest).map_err(|error| file_error("remove", &manifest, &error))?;
+        fs::remove_file(&manifest).map_err(|error| Error::file("remove", &manifest, &error))?;
         sync_folder(folder)?;
         remove(folder)?;
     }
@@ -69,7 +69,7 @@ pub fn prune(path: &Path, keep: usize) -> Result<()> {
 
 fn remove(folder: &Path) -> Result<()> {
     match fs::remove_dir_all(folder) {
-        Err(error) if error.kind() != ErrorKind::NotFound => Err(file_error("remove", folder, &error)),
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(Error::file("remove", folder, &error)),
         _ => Ok(()),
     }
 }
@@ -77,10 +77,11 @@ fn remove(folder: &Path) -> Result<()> {
 /// Makes the names in a folder last.
 pub(super) fn sync_folder(folder: &Path) -> Result<()> {
     let opened = File::open(folder).and_then(|folder| folder.sync_all());
-    opened.map_err(|error| file_error("sync", folder, &error))
+    opened.map_err(|error| Error::file("sync", folder, &error))
 }
 
-/// A save under way, in a new subfolder. The coordinator has one; dropped before [`Self::commit`], it leaves a leftover.
+/// A save under way, in a new subfolder. The coordinator has one. Where it is dropped before [`Self::commit`], the
+/// subfolder is incomplete.
 #[derive(Debug)]
 pub struct Saving {
     path: PathBuf,
@@ -89,22 +90,22 @@ pub struct Saving {
 }
 
 impl Saving {
-    /// Makes the path if need be, removes what earlier saves left incomplete, and makes a subfolder with the next number.
+    /// Makes the path where it does not exist, removes incomplete subfolders, and makes one with the next number.
     pub fn begin(path: &Path) -> Result<Self> {
         if is_complete(path) {
-            // A load of this path would go on finding the old one.
+            // A load of this path would still find the old checkpoint.
             return refuse(path, "it is a checkpoint itself; save to the folder that it is in, or to another");
         }
-        fs::create_dir_all(path).map_err(|error| file_error("create", path, &error))?;
+        fs::create_dir_all(path).map_err(|error| Error::file("create", path, &error))?;
         let lock_path = path.join(LOCK);
         let opened = OpenOptions::new().create(true).truncate(false).write(true).open(&lock_path);
-        let lock = opened.map_err(|error| file_error("create", &lock_path, &error))?;
+        let lock = opened.map_err(|error| Error::file("create", &lock_path, &error))?;
         match lock.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
                 return refuse(path, "another save to this path is under way; wait for it, or save to another path");
             }
-            // A file system without locks: then nobody holds one.
+            // The file system has no locks.
             Err(TryLockError::Error(_)) => {}
         }
         let earlier = numbered(path)?;
@@ -113,7 +114,7 @@ impl Saving {
         }
         let number = earlier.last().map_or(0, |(number, _)| *number) + 1;
         let folder = path.join(format!("{number:0DIGITS$}"));
-        fs::create_dir(&folder).map_err(|error| file_error("create", &folder, &error))?;
+        fs::create_dir(&folder).map_err(|error| Error::file("create", &folder, &error))?;
         sync_folder(path)?;
         Ok(Self { path: path.to_owned(), folder, _lock: lock })
     }
@@ -123,23 +124,31 @@ impl Saving {
         &self.folder
     }
 
-    /// Completes the checkpoint: from the rename in here on, it is the one to load. All files have been synced.
+    /// [Commits](Self::commit) with a manifest given as JSON.
+    pub fn commit_json(self, manifest: &str, keep_last: Option<usize>) -> Result<PathBuf> {
+        match serde_json::from_str(manifest) {
+            Ok(manifest) => self.commit(&manifest, keep_last),
+            Err(error) => refuse(&self.folder, format!("its manifest: {error}")),
+        }
+    }
+
+    /// Completes the checkpoint: after the rename in here it is the one to load. All files have been synced.
     pub fn commit(self, manifest: &Manifest, keep_last: Option<usize>) -> Result<PathBuf> {
         let target = self.folder.join(MANIFEST);
         manifest.check(&target)?;
         let text = manifest.encode(&target)?;
         for file in &manifest.files {
             let path = self.folder.join(&file.name);
-            let found = fs::metadata(&path).map_err(|error| file_error("find", &path, &error))?.len();
+            let found = fs::metadata(&path).map_err(|error| Error::file("find", &path, &error))?.len();
             if found != file.bytes {
                 return refuse(&path, format!("{found} bytes where {} were written", file.bytes));
             }
         }
         let partial = self.folder.join(PARTIAL);
         let written = File::create(&partial).and_then(|mut file| file.write_all(&text).and_then(|()| file.sync_all()));
-        written.map_err(|error| file_error("write", &partial, &error))?;
+        written.map_err(|error| Error::file("write", &partial, &error))?;
         sync_folder(&self.folder)?;
-        fs::rename(&partial, &target).map_err(|error| file_error("rename", &partial, &error))?;
+        fs::rename(&partial, &target).map_err(|error| Error::file("rename", &partial, &error))?;
         sync_folder(&self.folder)?;
         if let Some(keep) = keep_last {
             prune(&self.path, keep.max(1))?;

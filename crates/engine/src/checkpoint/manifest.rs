@@ -6,13 +6,13 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::boxes::{Extent, check_cover, volume};
+use super::boxes::{TensorBox, check_cover, volume};
 use super::{element_bytes, refuse};
 use crate::error::Result;
 
 /// The version of the format.
 const VERSION: u32 = 1;
-/// Between this and the checksum's eight digits and the rest of the object nothing may stand.
+/// The beginning of the text, followed at once by the checksum's eight digits.
 const HEAD: &str = "{\"forebay_checkpoint\":1,\"crc32\":\"";
 const AFTER_DIGITS: &str = "\",";
 const PREFIX_BYTES: usize = HEAD.len() + 8 + AFTER_DIGITS.len();
@@ -63,15 +63,15 @@ pub struct Tensor {
     /// Its shape.
     pub shape: Vec<u64>,
     /// The boxes that make it up.
-    pub chunks: Vec<Chunk>,
+    pub chunks: Vec<StoredChunk>,
 }
 
 /// A box of a tensor and where its bytes are.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Chunk {
+pub struct StoredChunk {
     /// Which part of the tensor it is.
     #[serde(flatten)]
-    pub extent: Extent,
+    pub extent: TensorBox,
     /// The file that holds it, as a position in the manifest's list.
     pub file: usize,
     /// Where its bytes begin in the file.
@@ -230,15 +230,15 @@ mod tests {
 
     fn sample() -> Manifest {
         let file = |name: &str, bytes: u64| FileRecord { name: name.into(), bytes, blocks: vec![7; 1] };
-        let chunk = |offset: u64, len: u64, file: usize, begin: u64| Chunk {
-            extent: Extent { offsets: vec![offset, 0], shape: vec![len, 4] },
+        let chunk = |offset: u64, len: u64, file: usize, begin: u64| StoredChunk {
+            extent: TensorBox { offsets: vec![offset, 0], shape: vec![len, 4] },
             file,
             begin,
             end: begin + len * 16,
         };
         let sharded =
             Tensor { dtype: "F32".into(), shape: vec![3, 4], chunks: vec![chunk(0, 2, 0, 64), chunk(2, 1, 1, 64)] };
-        let scalar = Chunk { extent: Extent::whole(&[]), file: 0, begin: 96, end: 100 };
+        let scalar = StoredChunk { extent: TensorBox::whole(&[]), file: 0, begin: 96, end: 100 };
         let step = Tensor { dtype: "F32".into(), shape: vec![], chunks: vec![scalar] };
         Manifest {
             block_bytes: 4096,
@@ -254,7 +254,7 @@ mod tests {
         Manifest::parse(text, Path::new("m")).map_err(|error| error.to_string())
     }
 
-    /// Text with a right checksum, whatever its contents.
+    /// Text with the right checksum.
     fn sealed(rest: &str) -> Vec<u8> {
         format!("{HEAD}{:08x}{AFTER_DIGITS}{rest}", crc32fast::hash(rest.as_bytes())).into_bytes()
     }
@@ -353,7 +353,7 @@ mod tests {
     }
 
     fn cases() -> u32 {
-        std::env::var("FOREBAY_FUZZ_CASES").ok().and_then(|cases| cases.parse().ok()).unwrap_or(500_000)
+        forebay_device::testing::bench::cases(50_000)
     }
 
     proptest! {

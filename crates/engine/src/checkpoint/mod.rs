@@ -1,48 +1,47 @@
-//! Checkpoints: tensors in safetensors files, written from where they lie and read back into place, and a manifest.
+//! Checkpoints: tensors in safetensors files and a manifest, written from their memory and read back into it.
 //!
 //! [Note: the format]
-//! A checkpoint is a folder of safetensors files and one `manifest.json`. A path that is saved to again and again holds
-//! such folders under increasing numbers, `00000001`, `00000002`; the last one with a manifest is the checkpoint.
+//! A checkpoint is a folder of safetensors files and one `manifest.json`. Every save to a path makes a folder with the next
+//! number, `00000001`, `00000002`; the last one with a manifest is the checkpoint to load.
 //!
 //! - Each rank writes files of its own. An entry of a file is one chunk: a box of a tensor. Any tool that reads
-//!   safetensors can open the files; an entry that is not the whole tensor has its ranges in its name.
-//! - The manifest says for each tensor its type, its shape, and for each of its chunks the box it covers and the bytes of
-//!   which file it is. Values that are no tensors stand in the manifest itself, as JSON. There is no pickle anywhere.
+//!   safetensors can open the files; the name of an entry that is a part of a tensor contains its ranges.
+//! - The manifest has the type and shape of each tensor and, for each of its chunks, the box, the file and the bytes in
+//!   it. Values that are no tensors are in the manifest itself, as JSON. There is no pickle anywhere.
 //! - Each file is checksummed in blocks of `block_bytes`, header and all, with CRC-32 (zlib's). The manifest begins with
 //!   `{"forebay_checkpoint":1,"crc32":"01234567",`, and that checksum covers every byte after this prefix. So each byte
 //!   of each file is covered by one checksum.
 //!
 //! [Note: the commit]
-//! Ranks write and `fsync` their files, then the folder. When all have, the coordinator writes the manifest under another
-//! name, syncs it, renames it and syncs the folder. Before the rename the folder is an incomplete leftover, which a load
-//! ignores and the next save removes; after it the checkpoint is complete. Nothing that is complete is touched before
-//! that, and an old checkpoint is removed by taking its manifest away first.
+//! Ranks write and `fsync` their files, then the folder. After that the coordinator writes the manifest under another
+//! name, syncs it, renames it and syncs the folder. Before the rename the folder is incomplete: a load ignores it and the
+//! next save removes it. After the rename the checkpoint is complete. Complete checkpoints are not touched before that,
+//! and an old one is removed beginning with its manifest.
 //!
-//! [Note: who is trusted]
-//! Nobody. A manifest is checked as a whole when it is opened: names stay inside the folder, sizes agree with each other
-//! and with the files there are, the chunks of a tensor cover it exactly once. Memory is taken for what is in the
-//! manifest, never for what it claims. Checksums are compared while reading.
+//! [Note: what is checked]
+//! Everything. A manifest is checked as a whole when it is opened: names stay inside the folder, sizes agree with each
+//! other and with the files, and the chunks of a tensor cover it exactly once. Memory is allocated for what the manifest
+//! contains, never for what it claims. Checksums are compared while reading.
 
 mod boxes;
 mod convert;
 mod folder;
+mod host_copies;
 mod manifest;
-mod pages;
 mod read;
-mod snapshot;
+mod sink;
 mod verify;
 mod write;
 
-pub use boxes::{Extent, Run, runs};
+pub use boxes::{CopyRun, TensorBox, dense_bytes, runs, span_bytes};
 pub use convert::{from_safetensors, to_safetensors};
 pub use folder::{Saving, complete, latest, prune};
-pub use manifest::{Chunk, FileRecord, Manifest, Tensor};
+pub use host_copies::HostCopies;
+pub use manifest::{FileRecord, Manifest, StoredChunk, Tensor};
 pub use read::{Checkpoint, Request};
-pub use snapshot::{PAGE_BYTES, Snapshot, SnapshotStats, Stepping, release_spare, spare_bytes};
 pub use verify::{Problem, Summary, TensorSummary, summarise, verify};
-pub use write::{Entry, WriteOptions, WrittenFile, write_files};
+pub use write::{FileEntry, WriteOptions, WrittenFile, write_files};
 
-use std::io;
 use std::path::Path;
 
 use serde_json::{Map, Value};
@@ -55,18 +54,14 @@ pub const MANIFEST: &str = "manifest.json";
 /// Bytes that are checksummed, written and read together.
 pub const BLOCK_BYTES: u64 = 8 << 20;
 
-/// Bytes that one call writes or reads: summed while they are still in a core's cache, so memory is gone through once.
+/// Bytes that one call writes or reads: they are summed while they are in a core's cache, so memory is read once.
 const CACHED_BYTES: u64 = 1 << 20;
-
-fn file_error(action: &'static str, path: &Path, error: &io::Error) -> Error {
-    Error::File { action, path: path.display().to_string(), errno: error.raw_os_error(), text: error.to_string() }
-}
 
 fn refuse<T>(path: &Path, reason: impl Into<String>) -> crate::error::Result<T> {
     Err(Error::Checkpoint { path: path.display().to_string(), reason: reason.into() })
 }
 
-/// A safetensors file up to its data: the header's length and the header, padded so that the data begins aligned.
+/// The beginning of a safetensors file: the header's length and the header, padded so that the data is aligned.
 fn encode_header(header: Map<String, Value>, align: usize) -> Vec<u8> {
     let mut text = Value::Object(header).to_string().into_bytes();
     text.resize((8 + text.len()).next_multiple_of(align) - 8, b' ');

@@ -1,8 +1,8 @@
 //! Reading: parts of files into memory, each block checked against its checksum.
 //!
-//! The blocks that are needed are shared out over a few threads. A block all of whose bytes go to one stretch of memory is
-//! read straight into it and summed there; any other is read into a buffer, summed, and only then handed out. So memory
-//! has unchecked bytes in it only where a checksum then fails, and the caller is told.
+//! A few threads share the blocks that are needed. A block whose bytes all go to one range of memory is read straight into
+//! it and summed there. Any other block is read into a buffer and summed before its bytes are copied out. So memory holds
+//! unchecked bytes only where a checksum then fails, and that is an error.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
@@ -12,12 +12,12 @@ use std::sync::{Mutex, PoisonError};
 
 use forebay_device::{Cores, Region, file};
 
-use super::boxes::{Extent, runs};
+use super::boxes::{TensorBox, runs, span_bytes};
 use super::manifest::Manifest;
-use super::{CACHED_BYTES, MANIFEST, element_bytes, file_error, folder, refuse};
-use crate::error::Result;
+use super::{CACHED_BYTES, MANIFEST, element_bytes, folder, refuse};
+use crate::error::{Error, Result};
 
-/// Longest manifest that is read; one of ten thousand tensors on a thousand ranks is a few hundred MiB.
+/// The longest manifest that is read; one of ten thousand tensors on a thousand ranks is a few hundred MiB.
 const MAX_MANIFEST_BYTES: u64 = 2 << 30;
 
 /// A checkpoint whose manifest and files fit together.
@@ -35,16 +35,16 @@ pub struct Request {
     /// Which of its chunks.
     pub chunk: usize,
     /// The box inside the chunk.
-    pub part: Extent,
+    pub part: TensorBox,
     /// Host memory from the box's first element to its last.
     pub into: Region,
     /// The target's strides, in elements.
     pub strides: Vec<u64>,
 }
 
-/// A stretch of a file that goes to a stretch of memory.
+/// A range of a file that goes to a range of memory.
 #[derive(Debug, Clone, Copy)]
-struct Piece {
+struct FilePiece {
     begin: u64,
     end: u64,
     request: usize,
@@ -56,7 +56,7 @@ impl Checkpoint {
     pub fn open(path: &Path) -> Result<Self> {
         let folder = folder::latest(path)?;
         let manifest_path = folder.join(MANIFEST);
-        let fail = |error: std::io::Error| file_error("read", &manifest_path, &error);
+        let fail = |error: std::io::Error| Error::file("read", &manifest_path, &error);
         let bytes = std::fs::metadata(&manifest_path).map_err(fail)?.len();
         if bytes > MAX_MANIFEST_BYTES {
             return refuse(&manifest_path, format!("{bytes} bytes; a manifest has at most {MAX_MANIFEST_BYTES}"));
@@ -71,7 +71,7 @@ impl Checkpoint {
                 Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
                     return refuse(&path, format!("missing; the manifest has it with {} bytes", file.bytes));
                 }
-                Err(error) => return Err(file_error("find", &path, &error)),
+                Err(error) => return Err(Error::file("find", &path, &error)),
             };
             if found != file.bytes {
                 return refuse(&path, format!("{found} bytes where the manifest has {}", file.bytes));
@@ -92,29 +92,23 @@ impl Checkpoint {
 
     pub(super) fn open_file(&self, index: usize) -> Result<(File, PathBuf)> {
         let path = self.folder.join(&self.manifest.files[index].name);
-        let opened = File::open(&path).map_err(|error| file_error("read", &path, &error))?;
+        let opened = File::open(&path).map_err(|error| Error::file("read", &path, &error))?;
         Ok((opened, path))
     }
 
     /// Refuses requests that do not fit the checkpoint or their memory, and cuts them into pieces of files.
-    fn pieces(&self, requests: &[Request]) -> Result<Vec<Vec<Piece>>> {
-        let mut pieces: Vec<Vec<Piece>> = vec![Vec::new(); self.manifest.files.len()];
+    fn pieces(&self, requests: &[Request]) -> Result<Vec<Vec<FilePiece>>> {
+        let mut pieces: Vec<Vec<FilePiece>> = vec![Vec::new(); self.manifest.files.len()];
         for (index, request) in requests.iter().enumerate() {
             let found = self.manifest.tensors.get(&request.tensor);
             let Some((tensor, chunk)) = found.and_then(|tensor| Some((tensor, tensor.chunks.get(request.chunk)?)))
             else {
                 return refuse(&self.folder, format!("no chunk {} of tensor {:?}", request.chunk, request.tensor));
             };
-            let Extent { offsets, shape: lengths } = &request.part;
+            let TensorBox { offsets, shape: lengths } = &request.part;
             let width = element_bytes(&tensor.dtype).unwrap_or(1);
-            let last = lengths
-                .iter()
-                .zip(&request.strides)
-                .try_fold(1u64, |last, (&len, &stride)| last.checked_add(len.saturating_sub(1).checked_mul(stride)?));
-            let needed = if lengths.contains(&0) { Some(0) } else { last.and_then(|last| last.checked_mul(width)) };
             let fits = request.part.is_inside(&chunk.extent.shape)
-                && request.strides.len() == lengths.len()
-                && needed == Some(request.into.bytes());
+                && span_bytes(&tensor.dtype, lengths, &request.strides) == Some(request.into.bytes());
             if !fits {
                 return refuse(
                     &self.folder,
@@ -128,7 +122,7 @@ impl Checkpoint {
             }
             for run in runs(&chunk.extent.shape, offsets, lengths, &request.strides) {
                 let begin = chunk.begin + run.from * width;
-                pieces[chunk.file].push(Piece {
+                pieces[chunk.file].push(FilePiece {
                     begin,
                     end: begin + run.elements * width,
                     request: index,
@@ -142,8 +136,26 @@ impl Checkpoint {
         Ok(pieces)
     }
 
-    /// Reads all requests, with so many threads at most; `read` counts bytes of files. Everything that can be refused is
-    /// refused before any memory is written; after a checksum that does not fit, memory may hold anything.
+    /// Its manifest, as JSON.
+    pub fn manifest_json(&self) -> Result<String> {
+        serde_json::to_string(&self.manifest).or_else(|error| refuse(&self.folder, error.to_string()))
+    }
+
+    /// Host memory for a request's box must have this many bytes: from the box's first element to its last.
+    pub fn bytes_into(&self, tensor: &str, shape: &[u64], strides: &[u64]) -> Result<u64> {
+        let Some(found) = self.manifest.tensors.get(tensor) else {
+            return refuse(&self.folder, format!("no tensor {tensor:?}"));
+        };
+        match span_bytes(&found.dtype, shape, strides) {
+            Some(bytes) => Ok(bytes),
+            None => {
+                refuse(&self.folder, format!("tensor {tensor:?}: no memory has {shape:?} with strides {strides:?}"))
+            }
+        }
+    }
+
+    /// Reads all requests with at most `threads` threads; `read` counts bytes of files. Whatever can be refused is refused
+    /// before any memory is written. After a wrong checksum the memory may hold anything.
     pub fn read(&self, requests: &[Request], threads: usize, read: &AtomicU64) -> Result<()> {
         let pieces = self.pieces(requests)?;
         let mut files = Vec::new();
@@ -172,8 +184,9 @@ impl Checkpoint {
                     return;
                 }
                 let (index, (opened, path), longest) = &files[slot];
-                let job = Job { checkpoint: self, requests, pieces: &pieces[*index], longest: *longest, opened, path };
-                match job.block(*index, block, &mut buffer) {
+                let pieces = &pieces[*index];
+                let reader = BlockReader { checkpoint: self, requests, pieces, longest: *longest, opened, path };
+                match reader.read(*index, block, &mut buffer) {
                     Ok(bytes) => read.fetch_add(bytes, Relaxed),
                     Err(error) => {
                         lock().get_or_insert(error);
@@ -193,28 +206,28 @@ impl Checkpoint {
     }
 }
 
-fn longest(pieces: &[Piece]) -> u64 {
+fn longest(pieces: &[FilePiece]) -> u64 {
     pieces.iter().map(|piece| piece.end - piece.begin).max().unwrap_or(0)
 }
 
-/// What is needed to read one block.
-struct Job<'a> {
+/// Reads blocks of one file.
+struct BlockReader<'a> {
     checkpoint: &'a Checkpoint,
     requests: &'a [Request],
-    pieces: &'a [Piece],
-    /// Length of the longest piece: how far before a block one may begin that reaches into it.
+    pieces: &'a [FilePiece],
+    /// The length of the longest piece: a piece that reaches into a block begins at most this far before it.
     longest: u64,
     opened: &'a File,
     path: &'a Path,
 }
 
-impl Job<'_> {
-    fn block(&self, file_index: usize, block: u64, buffer: &mut Vec<u8>) -> Result<u64> {
+impl BlockReader<'_> {
+    fn read(&self, file_index: usize, block: u64, buffer: &mut Vec<u8>) -> Result<u64> {
         let manifest = &self.checkpoint.manifest;
         let record = &manifest.files[file_index];
         let begin = block * manifest.block_bytes;
         let end = (begin + manifest.block_bytes).min(record.bytes);
-        let fail = |error: std::io::Error| file_error("read", self.path, &error);
+        let fail = |error: std::io::Error| Error::file("read", self.path, &error);
         let stated = record.blocks[block as usize];
         let from = self.pieces.partition_point(|piece| piece.begin + self.longest <= begin);
         let touching =

@@ -1,19 +1,20 @@
-//! Looking at a checkpoint: what is in it, and whether all of it is as it was written.
+//! What is in a checkpoint, and whether all of it is as it was written.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
+use std::fs::File;
+use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use forebay_device::{Buffer, file};
-use safetensors::tensor::Metadata;
+use safetensors::tensor::{Metadata, TensorInfo};
 use serde::Serialize;
 use serde_json::{Map, Value};
-use std::os::unix::fs::FileExt as _;
 
-use super::boxes::Extent;
+use super::boxes::TensorBox;
 use super::manifest::Manifest;
-use super::{Checkpoint, Request, file_error};
+use super::{Checkpoint, Request};
 use crate::error::{Error, Result};
 
 /// Something wrong with a checkpoint.
@@ -44,59 +45,73 @@ pub fn verify(checkpoint: &Checkpoint, read: &AtomicU64) -> Result<Vec<Problem>>
             let begin = block as u64 * manifest.block_bytes;
             let end = (begin + manifest.block_bytes).min(record.bytes);
             buffer.resize((end - begin) as usize, 0);
-            opened.read_exact_at(&mut buffer, begin).map_err(|error| file_error("read", &path, &error))?;
+            opened.read_exact_at(&mut buffer, begin).map_err(|error| Error::file("read", &path, &error))?;
             let found = crc32fast::hash(&buffer);
             if found != stated {
                 wrong(format!("block {block}, bytes {begin}..{end}: checksum {found:08x} instead of {stated:08x}"));
             }
             read.fetch_add(end - begin, Relaxed);
         }
-        match header(&opened, record.bytes) {
+        match Header::read(&opened, record.bytes) {
             Err(reason) => wrong(reason),
-            Ok((start, entries)) => check_entries(manifest, index, start, &entries).into_iter().for_each(&mut wrong),
+            Ok(header) => check_entries(manifest, index, &header).into_iter().for_each(&mut wrong),
         }
     }
     Ok(problems)
 }
 
-/// Longest header that readers of safetensors take.
+/// The longest header that readers of safetensors accept.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// An entry of a safetensors file: type, shape, and where it begins and ends behind the header.
-pub(super) type HeaderEntry = (String, Vec<u64>, u64, u64);
-
-/// Reads a safetensors file's header: where its data starts, and its entries.
-pub(super) fn header(
-    opened: &std::fs::File,
-    file_bytes: u64,
-) -> std::result::Result<(u64, BTreeMap<String, HeaderEntry>), String> {
-    let mut length = [0; 8];
-    opened.read_exact_at(&mut length, 0).map_err(|error| format!("no safetensors header: {error}"))?;
-    let length = u64::from_le_bytes(length);
-    let Some(start) = length.checked_add(8).filter(|&start| start <= file_bytes && length <= MAX_HEADER_BYTES) else {
-        return Err(format!("a safetensors header of {length} bytes in a file of {file_bytes}"));
-    };
-    let mut text = vec![0; length as usize];
-    opened.read_exact_at(&mut text, 8).map_err(|error| format!("no safetensors header: {error}"))?;
-    let metadata: Metadata =
-        serde_json::from_slice(&text).map_err(|error| format!("not a safetensors header: {error}"))?;
-    if start + metadata.data_len() as u64 != file_bytes {
-        return Err(format!("{} bytes of data behind a header for {}", file_bytes - start, metadata.data_len()));
-    }
-    let entry = |info: &safetensors::tensor::TensorInfo| {
-        let shape = info.shape.iter().map(|&side| side as u64).collect();
-        (info.dtype.to_string(), shape, info.data_offsets.0 as u64, info.data_offsets.1 as u64)
-    };
-    Ok((start, metadata.tensors().iter().map(|(name, info)| (name.clone(), entry(info))).collect()))
+/// What the header of a safetensors file says.
+pub(super) struct Header {
+    /// Where the data begins in the file.
+    pub(super) start: u64,
+    pub(super) entries: BTreeMap<String, HeaderEntry>,
+    /// The texts that are kept beside the tensors.
+    pub(super) texts: HashMap<String, String>,
 }
 
-fn check_entries(
-    manifest: &Manifest,
-    index: usize,
-    start: u64,
-    entries: &BTreeMap<String, HeaderEntry>,
-) -> Vec<String> {
-    // By where they lie: the manifest's chunks and the header's entries are the same list.
+/// A tensor of a safetensors file.
+pub(super) struct HeaderEntry {
+    pub(super) dtype: String,
+    pub(super) shape: Vec<u64>,
+    /// Where the tensor begins, counted from the start of the data.
+    pub(super) begin: u64,
+    /// Where the tensor ends.
+    pub(super) end: u64,
+}
+
+impl Header {
+    /// Reads the header of an open file.
+    pub(super) fn read(opened: &File, file_bytes: u64) -> std::result::Result<Self, String> {
+        let mut length = [0; 8];
+        opened.read_exact_at(&mut length, 0).map_err(|error| format!("no safetensors header: {error}"))?;
+        let length = u64::from_le_bytes(length);
+        let start = length.checked_add(8).filter(|&start| start <= file_bytes && length <= MAX_HEADER_BYTES);
+        let Some(start) = start else {
+            return Err(format!("a safetensors header of {length} bytes in a file of {file_bytes}"));
+        };
+        let mut text = vec![0; length as usize];
+        opened.read_exact_at(&mut text, 8).map_err(|error| format!("no safetensors header: {error}"))?;
+        let metadata: Metadata =
+            serde_json::from_slice(&text).map_err(|error| format!("not a safetensors header: {error}"))?;
+        if start + metadata.data_len() as u64 != file_bytes {
+            return Err(format!("{} bytes of data behind a header for {}", file_bytes - start, metadata.data_len()));
+        }
+        let entry = |info: &TensorInfo| HeaderEntry {
+            dtype: info.dtype.to_string(),
+            shape: info.shape.iter().map(|&side| side as u64).collect(),
+            begin: info.data_offsets.0 as u64,
+            end: info.data_offsets.1 as u64,
+        };
+        let entries = metadata.tensors().iter().map(|(name, info)| (name.clone(), entry(info))).collect();
+        Ok(Self { start, entries, texts: metadata.metadata().clone().unwrap_or_default() })
+    }
+}
+
+/// Compares the manifest's chunks of one file with the entries of the file's header: both must be the same list.
+fn check_entries(manifest: &Manifest, index: usize, header: &Header) -> Vec<String> {
     let mut stated: Vec<_> = manifest
         .tensors
         .iter()
@@ -106,12 +121,10 @@ fn check_entries(
             ((chunk.begin, chunk.end, tensor.dtype.clone(), chunk.extent.shape.clone()), name.clone())
         })
         .collect();
-    let mut found: Vec<_> = entries
-        .iter()
-        .map(|(name, (dtype, shape, begin, end))| {
-            ((start + begin, start + end, dtype.clone(), shape.clone()), name.clone())
-        })
-        .collect();
+    let place = |HeaderEntry { dtype, shape, begin, end }: &HeaderEntry| {
+        (header.start + begin, header.start + end, dtype.clone(), shape.clone())
+    };
+    let mut found: Vec<_> = header.entries.iter().map(|(name, entry)| (place(entry), name.clone())).collect();
     stated.sort();
     found.sort();
     let mut problems = Vec::new();
@@ -190,7 +203,7 @@ pub fn summarise(checkpoint: &Checkpoint) -> Result<Summary> {
     })
 }
 
-/// Puts the groups together again; they are stored value by value.
+/// Puts the groups together again: they are stored value by value.
 fn split_groups(manifest: &Manifest) -> (Vec<Map<String, Value>>, BTreeMap<String, Value>) {
     let mut groups: BTreeMap<u64, Map<String, Value>> = BTreeMap::new();
     let mut others = BTreeMap::new();
@@ -222,7 +235,7 @@ fn highest_step(checkpoint: &Checkpoint) -> Result<Option<f64>> {
         Ok(Request {
             tensor: (*name).clone(),
             chunk: 0,
-            part: Extent::whole(&[]),
+            part: TensorBox::whole(&[]),
             into: memory.region(4 * i as u64, 4)?,
             strides: Vec::new(),
         })
@@ -231,7 +244,7 @@ fn highest_step(checkpoint: &Checkpoint) -> Result<Option<f64>> {
     checkpoint.read(&requests, 1, &AtomicU64::new(0))?;
     let mut bytes = Vec::new();
     let looked = file::visit(&memory.all(), |piece| bytes.extend_from_slice(piece));
-    looked.map_err(|error| file_error("read", Path::new("memory"), &error))?;
+    looked.map_err(|error| Error::file("read", Path::new("memory"), &error))?;
     let steps = bytes.chunks_exact(4).map(|b| f64::from(f32::from_le_bytes([b[0], b[1], b[2], b[3]])));
     Ok(steps.filter(|step| step.is_finite()).reduce(f64::max))
 }

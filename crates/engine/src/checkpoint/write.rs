@@ -2,32 +2,32 @@
 //!
 //! The entries are spread over a few files of about equal size, and each file has a thread of its own: two threads in one
 //! file would wait for each other in the kernel. A thread goes through its file block by block: it sums the block, writes
-//! it, and asks for it to be brought to the disk while it goes on. Memory on a device comes through one block of pinned
+//! it, and asks for it to be brought to the disk while it goes on. ThreadMemory on a device comes through one block of pinned
 //! memory for each thread.
 
 use std::fs::{File, OpenOptions};
-use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use forebay_device::{Buffer, Cores, Event, Region, SharedDevice, SlabLayout, Stream, file};
 use serde_json::{Map, json};
 
 use super::folder::sync_folder;
 use super::manifest::FileRecord;
-use super::snapshot::{Pace, Snapshot, Turn};
-use super::{BLOCK_BYTES, CACHED_BYTES, encode_header, file_error, refuse};
+use super::sink::Sink;
+use super::{BLOCK_BYTES, CACHED_BYTES, dense_bytes, encode_header, refuse};
 use crate::error::{Error, Result};
+use crate::snapshot::Snapshot;
 
-/// By default a file is worth a thread from this size on.
+/// Bytes from which on a file is worth a thread, by default.
 const FILE_BYTES: u64 = 64 << 20;
-/// Data begins at a multiple of this in each file, so that blocks are whole pages.
+/// In each file the data begins at a multiple of this, so that blocks are whole pages.
 const DATA_ALIGN: usize = 4096;
 
 /// One chunk of a tensor to write.
 #[derive(Debug, Clone)]
-pub struct Entry {
+pub struct FileEntry {
     /// Its name in the file.
     pub name: String,
     /// Its type, as safetensors names them.
@@ -38,7 +38,7 @@ pub struct Entry {
     pub data: Option<Region>,
 }
 
-impl Entry {
+impl FileEntry {
     fn bytes(&self) -> u64 {
         self.data.as_ref().map_or(0, Region::bytes)
     }
@@ -47,22 +47,22 @@ impl Entry {
 /// How to write.
 #[derive(Debug, Clone)]
 pub struct WriteOptions {
-    /// Files, and threads, at most.
+    /// The most files, and threads.
     pub threads: usize,
     /// Bytes that one checksum covers.
     pub block_bytes: u64,
-    /// As many bytes are worth a file of their own.
+    /// Bytes that are worth a file of their own.
     pub file_bytes: u64,
-    /// The snapshot through which entries are read that are part of it.
+    /// The snapshot through which the entries that it covers are read.
     pub snapshot: Option<Arc<Snapshot>>,
-    /// Bytes a second at most, all threads together.
+    /// The most bytes per second, of all threads together.
     pub bytes_per_s: Option<f64>,
-    /// Whether the threads give way to others.
+    /// Whether the threads run at low priority.
     pub gives_way: bool,
-    /// Whether to write past the system's cache where the file system can: no memory is taken for the cache, and no core's
-    /// time for copies into it, but what was saved is not in memory for whoever reads it next.
+    /// Whether to write past the system's cache where the file system can. This takes no memory for the cache and no core's
+    /// time for copies into it, but the next reader of the files finds nothing in memory.
     pub direct: bool,
-    /// The device of entries that are not on the host, and the stream after whose present work they may be read.
+    /// The device of entries that are not on the host, and the stream behind whose present work they may be read.
     pub device: Option<(SharedDevice, Stream)>,
 }
 
@@ -91,8 +91,8 @@ pub struct WrittenFile {
     pub entries: Vec<(usize, u64, u64)>,
 }
 
-/// What goes where in one file.
-struct Plan {
+/// The layout of one file.
+struct FilePlan {
     path: PathBuf,
     name: String,
     header: Vec<u8>,
@@ -104,59 +104,47 @@ struct Plan {
 pub fn write_files(
     folder: &Path,
     prefix: &str,
-    entries: &[Entry],
+    entries: &[FileEntry],
     options: &WriteOptions,
     written: &AtomicU64,
 ) -> Result<Vec<WrittenFile>> {
     let plans = plan_files(folder, prefix, entries, options)?;
-    // What the device still has to do before the memory may be read.
-    let ready = match &options.device {
-        None => None,
-        Some((device, stream)) => {
-            let event = device.event()?;
-            device.record(&event, stream)?;
-            Some(event)
-        }
-    };
-    let on_host: Vec<Region> =
-        entries.iter().filter_map(|entry| entry.data.clone()).filter(|region| region.place().is_host()).collect();
+    let ready = options.device.as_ref().map(|(device, stream)| recorded(device, stream)).transpose()?;
     if let Some(snapshot) = &options.snapshot {
-        snapshot.plan(&on_host);
+        let regions = entries.iter().filter_map(|entry| entry.data.clone());
+        snapshot.plan(&regions.filter(|region| region.place().is_host()).collect::<Vec<_>>());
     }
-    // Of the rate, each thread that has a file gets its share.
-    let share = options.bytes_per_s.map(|rate| rate / plans.len().min(options.threads).max(1) as f64);
+    let threads = plans.len().min(options.threads).max(1);
+    // Each thread that has a file gets its share of the rate.
+    let bytes_per_s = options.bytes_per_s.map(|rate| rate / threads as f64);
     let next = AtomicUsize::new(0);
     let (done, failed) = (Mutex::new(Vec::new()), Mutex::new(None));
-    let work = || -> Result<()> {
+    let write_next_files = || -> Result<()> {
         if options.gives_way {
             file::give_way();
         }
-        let mut memory = Memory::default();
+        let mut memory = ThreadMemory::default();
         while let Some(plan) = plans.get(next.fetch_add(1, Relaxed)) {
-            if failed.lock().unwrap_or_else(PoisonError::into_inner).is_some() {
+            if lock(&failed).is_some() {
                 return Ok(());
             }
-            let record = write_file(plan, entries, options, share, ready.as_ref(), &mut memory, written)?;
-            let file = WrittenFile { record, entries: plan.entries.clone() };
-            done.lock().unwrap_or_else(PoisonError::into_inner).push(file);
+            let record = write_file(plan, entries, options, bytes_per_s, ready.as_ref(), &mut memory, written)?;
+            lock(&done).push(WrittenFile { record, entries: plan.entries.clone() });
         }
         Ok(())
     };
+    let work = || {
+        if let Err(error) = write_next_files() {
+            lock(&failed).get_or_insert(error);
+        }
+    };
     let cores = Cores::here();
     std::thread::scope(|scope| {
-        let spawn = |_| {
-            cores.spawn_scoped(scope, "forebay-checkpoint", || {
-                if let Err(error) = work() {
-                    failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
-                }
-            })
-        };
-        // The calling thread works too, so a system that gives no more threads only makes it slower.
-        let others: Vec<_> = (1..plans.len().min(options.threads)).map(spawn).collect();
-        drop(others);
-        if let Err(error) = work() {
-            failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+        for _ in 1..threads {
+            // The calling thread works too, so where no more threads can be started the save is only slower.
+            let _ = cores.spawn_scoped(scope, "forebay-checkpoint", work);
         }
+        work();
     });
     if let Some(error) = failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
         return Err(error);
@@ -167,12 +155,23 @@ pub fn write_files(
     Ok(files)
 }
 
-/// Spreads the entries over files, largest first, each into the file that has least.
-fn plan_files(folder: &Path, prefix: &str, entries: &[Entry], options: &WriteOptions) -> Result<Vec<Plan>> {
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// An event behind the present work of a stream.
+fn recorded(device: &SharedDevice, stream: &Stream) -> Result<Event> {
+    let event = device.event()?;
+    device.record(&event, stream)?;
+    Ok(event)
+}
+
+/// Spreads the entries over files, the largest first, each into the file with the fewest bytes.
+fn plan_files(folder: &Path, prefix: &str, entries: &[FileEntry], options: &WriteOptions) -> Result<Vec<FilePlan>> {
     if entries.is_empty() {
         return Ok(Vec::new());
     }
-    let total: u64 = entries.iter().map(Entry::bytes).sum();
+    let total: u64 = entries.iter().map(FileEntry::bytes).sum();
     let count = (total.div_ceil(options.file_bytes.max(1)) as usize).clamp(1, options.threads.max(1));
     let mut files: Vec<(u64, Vec<usize>)> = vec![(0, Vec::new()); count];
     let mut order: Vec<usize> = (0..entries.len()).collect();
@@ -187,7 +186,7 @@ fn plan_files(folder: &Path, prefix: &str, entries: &[Entry], options: &WriteOpt
         .into_iter()
         .enumerate()
         .map(|(number, (_, mut inside))| {
-            // In the order given, wide elements first: then every entry is aligned to its own elements.
+            // Wide elements first, so that every entry is aligned to its own elements.
             inside.sort_by_key(|&i| (std::cmp::Reverse(super::element_bytes(&entries[i].dtype)), i));
             let name = format!("{prefix}{number}.safetensors");
             plan_file(folder.join(&name), name, &inside, entries)
@@ -195,15 +194,14 @@ fn plan_files(folder: &Path, prefix: &str, entries: &[Entry], options: &WriteOpt
         .collect()
 }
 
-fn plan_file(path: PathBuf, name: String, inside: &[usize], entries: &[Entry]) -> Result<Plan> {
+fn plan_file(path: PathBuf, name: String, inside: &[usize], entries: &[FileEntry]) -> Result<FilePlan> {
     let mut header = Map::new();
     header.insert("__metadata__".to_owned(), json!({"format": "pt"}));
     let (mut at, mut places) = (0u64, Vec::with_capacity(inside.len()));
     for &i in inside {
-        let Entry { name, dtype, shape, .. } = &entries[i];
+        let FileEntry { name, dtype, shape, .. } = &entries[i];
         let bytes = entries[i].bytes();
-        let needed = super::boxes::volume(shape).zip(super::element_bytes(dtype)).map(|(n, width)| n * width);
-        if needed != Some(bytes) {
+        if dense_bytes(dtype, shape) != Some(bytes) {
             return refuse(&path, format!("{name:?}: {bytes} bytes for {dtype} of shape {shape:?}"));
         }
         let entry = json!({"dtype": dtype, "shape": shape, "data_offsets": [at, at + bytes]});
@@ -216,17 +214,17 @@ fn plan_file(path: PathBuf, name: String, inside: &[usize], entries: &[Entry]) -
     let header = encode_header(header, DATA_ALIGN);
     let start = header.len() as u64;
     let entries = places.into_iter().map(|(i, begin, end)| (i, start + begin, start + end)).collect();
-    Ok(Plan { path, name, header, entries, bytes: start + at })
+    Ok(FilePlan { path, name, header, entries, bytes: start + at })
 }
 
-/// What a thread needs for entries that it cannot write from where they lie, made when it meets the first.
+/// Memory that a thread needs for entries of a device or a snapshot, allocated for the first of them.
 #[derive(Default)]
-struct Memory {
+struct ThreadMemory {
     staging: Option<Staging>,
     buffer: Option<Buffer>,
 }
 
-/// A block of pinned memory and a stream to bring memory of the device into it.
+/// A pinned block, and a stream that copies memory of the device into it.
 struct Staging {
     device: SharedDevice,
     stream: Stream,
@@ -244,8 +242,8 @@ impl Staging {
         Ok(Self { stream, arrived: device.event()?, block, device: device.clone() })
     }
 
-    /// Brings a region to the host.
-    fn bring(&self, from: &Region) -> Result<Region> {
+    /// Copies a region to the host, and returns the copy when it has arrived.
+    fn fetch(&self, from: &Region) -> Result<Region> {
         let here = self.block.slice(0, from.bytes())?;
         self.device.copy(&self.stream, from, &here)?;
         self.device.record(&self.arrived, &self.stream)?;
@@ -255,37 +253,30 @@ impl Staging {
 }
 
 fn write_file(
-    plan: &Plan,
-    entries: &[Entry],
+    plan: &FilePlan,
+    entries: &[FileEntry],
     options: &WriteOptions,
     bytes_per_s: Option<f64>,
     ready: Option<&Event>,
-    Memory { staging, buffer }: &mut Memory,
+    memory: &mut ThreadMemory,
     written: &AtomicU64,
 ) -> Result<FileRecord> {
     let path = &plan.path;
     let file = OpenOptions::new().write(true).create_new(true).open(path);
-    let file = file.map_err(|error| file_error("write", path, &error))?;
+    let file = file.map_err(|error| Error::file("write", path, &error))?;
+    let gathers = options.direct && file::bypass_cache(&file, true);
+    if memory.buffer.is_none() && (gathers || options.snapshot.is_some()) {
+        memory.buffer = Some(Buffer::pageable(CACHED_BYTES)?);
+    }
+    let ThreadMemory { staging, buffer } = memory;
+    let snapshot = options.snapshot.as_deref();
+    let mut sink = Sink::new(path, file, buffer.as_ref().filter(|_| gathers), snapshot, bytes_per_s);
     let mut blocks = Vec::with_capacity(plan.bytes.div_ceil(options.block_bytes) as usize);
     let mut places = plan.entries.iter().filter(|(_, begin, end)| begin < end).peekable();
-    let gathers = options.direct && file::bypass_cache(&file, true);
-    if buffer.is_none() && (gathers || options.snapshot.is_some()) {
-        *buffer = Some(Buffer::pageable(CACHED_BYTES)?);
-    }
-    let mut sink = Sink {
-        path,
-        file,
-        at: 0,
-        gathered: buffer.as_ref().filter(|_| gathers),
-        sum: crc32fast::Hasher::new(),
-        snapshot: options.snapshot.as_deref(),
-        pace: Pace::new(bytes_per_s),
-        turn: Turn::new(),
-    };
+    let header = plan.header.len() as u64;
     let mut start = 0;
     while start < plan.bytes {
         let end = (start + options.block_bytes).min(plan.bytes);
-        let header = plan.header.len() as u64;
         if start < header {
             sink.put_bytes(&plan.header[start as usize..header.min(end) as usize])?;
         }
@@ -306,9 +297,9 @@ fn write_file(
                     Some(staging) => staging,
                     None => staging.insert(Staging::new(device, options.block_bytes, ready)?),
                 };
-                staging.bring(&part)?
+                staging.fetch(&part)?
             };
-            match (options.snapshot.as_ref().filter(|snapshot| snapshot.covers(&part)), &*buffer) {
+            match (snapshot.filter(|snapshot| snapshot.covers(&part)), &*buffer) {
                 (Some(snapshot), Some(buffer)) => snapshot.read(&part, buffer, from, |piece| sink.put(piece))?,
                 _ => sink.put_region(&part)?,
             }
@@ -317,130 +308,18 @@ fn write_file(
             }
             places.next();
         }
-        blocks.push(std::mem::take(&mut sink.sum).finalize());
-        file::start_writeback(&sink.file, start, end - start);
+        blocks.push(sink.end_block(start, end - start));
         written.fetch_add(end - start, Relaxed);
         start = end;
     }
     let file = sink.finish()?;
-    file.sync_all().map_err(|error| file_error("sync", path, &error))?;
+    file.sync_all().map_err(|error| Error::file("sync", path, &error))?;
     check_length(&file, plan)?;
     Ok(FileRecord { name: plan.name.clone(), bytes: plan.bytes, blocks })
 }
 
-/// A file on its way to the disk, from its first byte to its last.
-struct Sink<'a> {
-    path: &'a Path,
-    file: File,
-    /// Bytes so far.
-    at: u64,
-    /// Where bytes come together before they are written past the system's cache, which takes whole pages: byte `n` of the
-    /// file lies at `n` modulo the length.
-    gathered: Option<&'a Buffer>,
-    sum: crc32fast::Hasher,
-    snapshot: Option<&'a Snapshot>,
-    pace: Pace,
-    turn: Turn,
-}
-
-impl Sink<'_> {
-    /// Adds a piece. One that is gathered lies in its place already.
-    fn put(&mut self, piece: &Region) -> Result<()> {
-        if let Some(snapshot) = self.snapshot {
-            snapshot.give_way(&mut self.turn);
-        }
-        file::visit(piece, |bytes| self.sum.update(bytes)).map_err(self.fail())?;
-        if self.gathered.is_none() {
-            file::write_at(&self.file, self.at, piece).map_err(self.fail())?;
-        }
-        self.at += piece.bytes();
-        if let Some(buffer) = self.gathered.filter(|buffer| self.at.is_multiple_of(buffer.bytes())) {
-            self.write_gathered(buffer, buffer.bytes())?;
-        }
-        self.pace.moved(piece.bytes());
-        Ok(())
-    }
-
-    /// Adds host memory from where it lies.
-    fn put_region(&mut self, part: &Region) -> Result<()> {
-        let mut done = 0;
-        while done < part.bytes() {
-            let piece = part.slice(done, (part.bytes() - done).min(self.room()))?;
-            match self.gathered {
-                None => self.put(&piece)?,
-                Some(buffer) => {
-                    let place = buffer.region(self.at % buffer.bytes(), piece.bytes())?;
-                    file::copy(&piece, &place).map_err(self.fail())?;
-                    self.put(&place)?;
-                }
-            }
-            done += piece.bytes();
-        }
-        Ok(())
-    }
-
-    fn put_bytes(&mut self, mut bytes: &[u8]) -> Result<()> {
-        while !bytes.is_empty() {
-            let (piece, rest) = bytes.split_at(bytes.len().min(self.room() as usize));
-            match self.gathered {
-                None => {
-                    self.sum.update(piece);
-                    self.file.write_all_at(piece, self.at).map_err(self.fail())?;
-                    self.at += piece.len() as u64;
-                }
-                Some(buffer) => {
-                    let place = buffer.region(self.at % buffer.bytes(), piece.len() as u64)?;
-                    file::fill(&place, piece).map_err(self.fail())?;
-                    self.put(&place)?;
-                }
-            }
-            bytes = rest;
-        }
-        Ok(())
-    }
-
-    /// The most that one piece may have.
-    fn room(&self) -> u64 {
-        CACHED_BYTES - self.gathered.map_or(0, |buffer| self.at % buffer.bytes())
-    }
-
-    /// Writes the last bytes, of which there are so many: whole pages past the cache, what is left through it.
-    fn write_gathered(&self, buffer: &Buffer, bytes: u64) -> Result<()> {
-        let (start, pages) = (self.at - bytes, bytes - bytes % file::DIRECT_BYTES);
-        let write = |from, to| -> Result<std::io::Result<()>> {
-            Ok(file::write_at(&self.file, start + from, &buffer.region(from, to - from)?))
-        };
-        let written = match write(0, pages)? {
-            // Some file systems find out only here; and a disk that is about to be full gives its true reason this way.
-            Err(error) if error.kind() == std::io::ErrorKind::InvalidInput => {
-                file::bypass_cache(&self.file, false);
-                write(0, pages)?
-            }
-            outcome => outcome,
-        };
-        written.map_err(self.fail())?;
-        if pages < bytes {
-            file::bypass_cache(&self.file, false);
-            write(pages, bytes)?.map_err(self.fail())?;
-        }
-        Ok(())
-    }
-
-    fn finish(self) -> Result<File> {
-        if let Some(buffer) = self.gathered {
-            let left = self.at % buffer.bytes();
-            self.write_gathered(buffer, left)?;
-        }
-        Ok(self.file)
-    }
-
-    fn fail(&self) -> impl Fn(std::io::Error) -> Error + '_ {
-        |error| file_error("write", self.path, &error)
-    }
-}
-
-fn check_length(out: &File, plan: &Plan) -> Result<()> {
-    let found = out.metadata().map_err(|error| file_error("find", &plan.path, &error))?.len();
+fn check_length(out: &File, plan: &FilePlan) -> Result<()> {
+    let found = out.metadata().map_err(|error| Error::file("find", &plan.path, &error))?.len();
     if found == plan.bytes {
         Ok(())
     } else {

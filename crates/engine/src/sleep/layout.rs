@@ -1,4 +1,4 @@
-//! Where sleeping storages lie: pure book-keeping of ranges, decided before anything is pinned or copied.
+//! Where sleeping storages lie: ranges only, decided before anything is pinned or copied.
 //!
 //! Storages are numbers with a size. A storage keeps its ranges from one sleep to the next, so that the usual sleep
 //! decides nothing. What is asleep never moves and its ranges are never given away; when the room does not suffice, a

@@ -21,23 +21,23 @@ pub enum Move {
         /// Where it lies in the slab.
         extent: Extent,
     },
-    /// A run of small ranges that lie side by side in the slab, through a staging slot.
+    /// Small ranges that lie side by side in the slab, through a staging slot.
     Packed {
-        /// The whole run.
-        run: Extent,
-        /// What it is made of.
-        parts: Vec<Part>,
+        /// All of them together.
+        whole: Extent,
+        /// Each of them.
+        ranges: Vec<PackedRange>,
     },
 }
 
-/// A range of one storage inside a packed run.
+/// A range of one storage inside a packed move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Part {
+pub struct PackedRange {
     /// Which storage of the batch.
     pub item: usize,
     /// Where the range starts in the storage.
     pub at_bytes: u64,
-    /// Where it starts in the run.
+    /// Where it starts in the move.
     pub offset_bytes: u64,
     /// Its length.
     pub bytes: u64,
@@ -74,28 +74,28 @@ pub fn moves(batch: &[Vec<Extent>], slot_bytes: Option<u64>) -> Vec<Move> {
     found
 }
 
-/// Cuts runs of neighbouring ranges to the size of a slot.
+/// Puts neighbouring ranges together, up to the size of a slot.
 fn pack(small: &[(usize, Extent)], slot_bytes: u64, found: &mut Vec<Move>) {
-    let mut open: Option<(Extent, Vec<Part>)> = None;
-    let mut close = |open: &mut Option<(Extent, Vec<Part>)>| {
-        found.extend(open.take().map(|(run, parts)| Move::Packed { run, parts }));
+    let mut open: Option<(Extent, Vec<PackedRange>)> = None;
+    let mut close = |open: &mut Option<(Extent, Vec<PackedRange>)>| {
+        found.extend(open.take().map(|(whole, ranges)| Move::Packed { whole, ranges }));
     };
     for &(item, extent) in small {
         let mut at_bytes = 0;
         while at_bytes < extent.bytes {
             let start = extent.offset_bytes + at_bytes;
-            let follows = open.as_ref().is_some_and(|(run, _)| {
-                run.segment == extent.segment && run.end_bytes() == start && start - run.offset_bytes < slot_bytes
+            let follows = open.as_ref().is_some_and(|(whole, _)| {
+                whole.segment == extent.segment && whole.end_bytes() == start && start - whole.offset_bytes < slot_bytes
             });
             if !follows {
                 close(&mut open);
             }
-            let (run, parts) = open
+            let (whole, ranges) = open
                 .get_or_insert_with(|| (Extent { segment: extent.segment, offset_bytes: start, bytes: 0 }, Vec::new()));
-            let offset_bytes = start - run.offset_bytes;
+            let offset_bytes = start - whole.offset_bytes;
             let bytes = (extent.bytes - at_bytes).min(slot_bytes - offset_bytes);
-            run.bytes = offset_bytes + bytes;
-            parts.push(Part { item, at_bytes, offset_bytes, bytes });
+            whole.bytes = offset_bytes + bytes;
+            ranges.push(PackedRange { item, at_bytes, offset_bytes, bytes });
             at_bytes += bytes;
         }
     }

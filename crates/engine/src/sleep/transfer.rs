@@ -1,12 +1,12 @@
 //! One sleep or wake under way: a thread that keeps the copy engine busy with a few transfers and never with many.
 //!
 //! The caller submits batches and waits for them by number; the thread issues their moves in order. Each move takes a
-//! slot of the ring before it is issued and gives it back with the event that ends it, so no more moves than slots are
-//! ever queued. A batch has arrived when the events at its end are reached; whoever waits for a batch waits for those.
+//! slot of the ring before it is issued and gives it back with the mark that ends it, so no more moves than slots are
+//! ever queued. A batch has arrived when the marks at its end are reached.
 //!
 //! What the events order:
-//! - the first move waits for what the caller's stream had been given when the transfer began, and on a wake each batch
-//!   for what it had been given when the batch was submitted: fresh memory may still be in use there;
+//! - the first move waits for what was on the caller's stream when the transfer began, and on a wake each batch for what
+//!   was on it when the batch was submitted: fresh memory may still be in use there;
 //! - a staging slot is stored after it was packed, and unpacked after it was fetched;
 //! - a slot is used again after its last use has ended, which the thread waits for.
 
@@ -14,13 +14,13 @@ use std::sync::mpsc;
 use std::sync::{Arc, PoisonError};
 use std::thread::JoinHandle;
 
-use forebay_device::{Buffer, Cores, Event, Kernel, Region, SharedDevice, Stream};
+use forebay_device::{Buffer, Cores, Kernel, Region, SharedDevice, Stream};
 
 use super::layout::EXTENT_ALIGN_BYTES;
-use super::moves::{Move, Part};
-use super::{Lanes, SLOTS};
+use super::moves::{Move, PackedRange};
+use super::{SLOTS, SleepStreams};
 use crate::error::{Error, Result};
-use crate::pipeline::{EventFence, Ring};
+use crate::flow::{InFlight, Mark, Ring};
 use crate::sync::{Condvar, Mutex, lock};
 
 /// Which way the bytes go.
@@ -37,24 +37,24 @@ pub enum Direction {
 struct Batch {
     regions: Vec<Region>,
     moves: Vec<(Move, Region)>,
-    after: Option<Event>,
+    after: Option<Arc<Mark>>,
 }
 
 #[derive(Debug, Default)]
 struct Progress {
     /// Batches that the caller has submitted.
     submitted: usize,
-    /// The events that end each batch whose moves have all been issued.
-    issued: Vec<[Event; 2]>,
+    /// The marks that end each batch whose moves have all been issued.
+    issued: Vec<[Arc<Mark>; 2]>,
     /// Everything has arrived.
     finished: bool,
     failed: Option<Error>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct TransferCore {
     device: SharedDevice,
-    lanes: Arc<Lanes>,
+    streams: Arc<SleepStreams>,
     direction: Direction,
     /// Staging memory and the bytes of one slot in it.
     staging: Option<(Region, u64)>,
@@ -65,13 +65,13 @@ struct Shared {
 /// A sleep or a wake under way. Ends when finished or dropped, and waits for what is in flight.
 #[derive(Debug)]
 pub struct Transfer {
-    shared: Arc<Shared>,
+    core: Arc<TransferCore>,
     queue: Mutex<Option<mpsc::Sender<Batch>>>,
     thread: Mutex<Option<JoinHandle<()>>>,
     _turn: Turn,
 }
 
-/// The lanes serve one transfer at a time.
+/// The streams serve one transfer at a time.
 #[derive(Debug)]
 struct Turn(Arc<Mutex<bool>>);
 
@@ -100,7 +100,7 @@ impl Turn {
 impl Transfer {
     pub(super) fn begin(
         device: SharedDevice,
-        lanes: Arc<Lanes>,
+        streams: Arc<SleepStreams>,
         busy: Arc<Mutex<bool>>,
         direction: Direction,
         after: Option<&Stream>,
@@ -109,27 +109,28 @@ impl Transfer {
         let turn = Turn::take(busy)?;
         let slot_bytes = |memory: &Buffer| memory.bytes() / SLOTS as u64 / EXTENT_ALIGN_BYTES * EXTENT_ALIGN_BYTES;
         let staging = staging.map(|memory| (memory.all(), slot_bytes(memory))).filter(|&(_, bytes)| bytes > 0);
-        let shared =
-            Arc::new(Shared { device, lanes, direction, staging, progress: Mutex::default(), changed: Condvar::new() });
+        // A transfer that failed may have left work that it could not wait for.
+        streams.idle.iter().try_for_each(|idle| idle.synchronize())?;
+        let (progress, changed) = (Mutex::default(), Condvar::new());
+        let core = Arc::new(TransferCore { device, streams, direction, staging, progress, changed });
         if let Some(after) = after {
-            let begun = shared.lanes.event(&shared.device)?;
-            shared.device.record(&begun, after)?;
-            shared.wait_for(&begun)?;
-            lock(&shared.lanes.spare).push(begun);
+            let begun = core.streams.marks.take()?;
+            begun.record(after)?;
+            core.wait_for(&begun)?;
         }
         let (queue, batches) = mpsc::channel();
-        let worker = shared.clone();
+        let worker = core.clone();
         let thread = Cores::here().spawn("forebay-sleeper", move || worker.work(&batches))?;
-        Ok(Self { shared, queue: Mutex::new(Some(queue)), thread: Mutex::new(Some(thread)), _turn: turn })
+        Ok(Self { core, queue: Mutex::new(Some(queue)), thread: Mutex::new(Some(thread)), _turn: turn })
     }
 
     /// Which way it goes.
     pub fn direction(&self) -> Direction {
-        self.shared.direction
+        self.core.direction
     }
 
     pub(super) fn slot_bytes(&self) -> Option<u64> {
-        self.shared.staging.as_ref().map(|&(_, slot_bytes)| slot_bytes)
+        self.core.staging.as_ref().map(|&(_, slot_bytes)| slot_bytes)
     }
 
     pub(super) fn submit(
@@ -140,12 +141,12 @@ impl Transfer {
     ) -> Result<usize> {
         let after = after
             .map(|stream| {
-                let event = self.shared.lanes.event(&self.shared.device)?;
-                self.shared.device.record(&event, stream)?;
-                Ok::<_, Error>(event)
+                let mark = self.core.streams.marks.take()?;
+                mark.record(stream)?;
+                Ok::<_, Error>(mark)
             })
             .transpose()?;
-        let mut progress = lock(&self.shared.progress);
+        let mut progress = lock(&self.core.progress);
         let sent = lock(&self.queue).as_ref().is_some_and(|queue| queue.send(Batch { regions, moves, after }).is_ok());
         if !sent {
             return Err(progress.failed.clone().unwrap_or_else(unknown));
@@ -156,7 +157,7 @@ impl Transfer {
 
     /// Blocks until a batch has arrived, whole. Then nothing touches its memory any more.
     pub fn wait(&self, batch: usize) -> Result<()> {
-        let mut progress = lock(&self.shared.progress);
+        let mut progress = lock(&self.core.progress);
         let ends = loop {
             match (progress.issued.get(batch), &progress.failed) {
                 (Some(ends), _) => break ends.clone(),
@@ -164,21 +165,21 @@ impl Transfer {
                 (None, None) if batch >= progress.submitted => return Err(unknown()),
                 (None, None) if progress.finished => return Ok(()),
                 (None, None) => {
-                    progress = self.shared.changed.wait(progress).unwrap_or_else(PoisonError::into_inner);
+                    progress = self.core.changed.wait(progress).unwrap_or_else(PoisonError::into_inner);
                 }
             }
         };
         drop(progress);
-        ends.iter().try_for_each(|end| Ok(self.shared.device.synchronize(end)?))
+        ends.iter().try_for_each(|end| end.synchronize())
     }
 
     /// Whether a batch has arrived.
     pub fn has_arrived(&self, batch: usize) -> Result<bool> {
-        let progress = lock(&self.shared.progress);
+        let progress = lock(&self.core.progress);
         let Some(ends) = progress.issued.get(batch).cloned() else { return Ok(progress.finished) };
         drop(progress);
         for end in &ends {
-            if !self.shared.device.query(end)? {
+            if !end.query()? {
                 return Ok(false);
             }
         }
@@ -191,21 +192,20 @@ impl Transfer {
         if let Some(thread) = lock(&self.thread).take()
             && thread.join().is_err()
         {
-            self.shared.fail(Error::InvalidOption {
+            self.core.fail(Error::InvalidOption {
                 option: "transfer",
                 value: "its thread panicked".to_owned(),
                 remedy: "report this as a defect".to_owned(),
             });
         }
-        let settled = self.shared.settle();
-        let mut progress = lock(&self.shared.progress);
+        let settled = self.core.settle();
+        let mut progress = lock(&self.core.progress);
         if let Some(error) = &progress.failed {
             return Err(error.clone());
         }
         settled?;
         progress.finished = true;
-        let ends = std::mem::take(&mut progress.issued);
-        lock(&self.shared.lanes.spare).extend(ends.into_iter().flatten());
+        progress.issued.clear();
         Ok(())
     }
 }
@@ -227,18 +227,18 @@ fn unknown() -> Error {
     }
 }
 
-impl Shared {
+impl TransferCore {
     fn copying(&self) -> &Stream {
         match self.direction {
-            Direction::Sleep => &self.lanes.store,
-            Direction::Wake => &self.lanes.fetch,
+            Direction::Sleep => &self.streams.store,
+            Direction::Wake => &self.streams.fetch,
         }
     }
 
-    /// Both lanes wait for an event.
-    fn wait_for(&self, event: &Event) -> Result<()> {
-        self.device.wait(self.copying(), event)?;
-        Ok(self.device.wait(&self.lanes.pack, event)?)
+    /// Both streams wait for a mark.
+    fn wait_for(&self, mark: &Mark) -> Result<()> {
+        mark.wait(self.copying())?;
+        mark.wait(&self.streams.pack)
     }
 
     fn fail(&self, error: Error) {
@@ -261,29 +261,27 @@ impl Shared {
         }
     }
 
-    fn issue(&self, ring: &Ring<usize, EventFence>, batch: Batch) -> Result<[Event; 2]> {
+    fn issue(&self, ring: &Ring<usize, Arc<Mark>>, batch: Batch) -> Result<[Arc<Mark>; 2]> {
         if let Some(after) = batch.after {
             self.wait_for(&after)?;
-            lock(&self.lanes.spare).push(after);
         }
         for (one, slab) in &batch.moves {
             let (slot, _) = ring.acquire()?;
             let issued = self.issue_move(slot, one, slab, &batch.regions);
-            let event = self.lanes.slots[slot][1].clone();
-            // A move that was refused half way may have left work on the slot: nobody uses it again, the transfer ends.
-            ring.release(slot, Some(EventFence { device: self.device.clone(), event }));
+            // A move that was refused half way may have left work on the slot: it is not used again, the transfer ends.
+            ring.give_back(InFlight::until(slot, self.streams.slots[slot][1].clone()));
             issued?;
         }
-        let ends = [self.lanes.event(&self.device)?, self.lanes.event(&self.device)?];
-        self.device.record(&ends[0], self.copying())?;
-        self.device.record(&ends[1], &self.lanes.pack)?;
+        let ends = [self.streams.marks.take()?, self.streams.marks.take()?];
+        ends[0].record(self.copying())?;
+        ends[1].record(&self.streams.pack)?;
         Ok(ends)
     }
 
-    /// One move, ended by the slot's second event.
+    /// One move, ended by the slot's second mark.
     fn issue_move(&self, slot: usize, one: &Move, slab: &Region, regions: &[Region]) -> Result<()> {
         let (device, copying) = (&self.device, self.copying());
-        let [staged, ended] = &self.lanes.slots[slot];
+        let [staged, ended] = &self.streams.slots[slot];
         match (one, self.direction) {
             (Move::Direct { item, at_bytes, extent }, direction) => {
                 let memory = regions[*item].slice(*at_bytes, extent.bytes)?;
@@ -291,25 +289,25 @@ impl Shared {
                     Direction::Sleep => device.copy(copying, &memory, slab)?,
                     Direction::Wake => device.copy(copying, slab, &memory)?,
                 }
-                device.record(ended, copying)?;
+                ended.record(copying)?;
             }
-            (Move::Packed { run, parts }, Direction::Sleep) => {
-                let memory = self.slot(slot, run.bytes)?;
-                let pairs = pairs(&memory, parts, regions)?;
-                device.launch(&self.lanes.pack, &Kernel::CopyPairs { pairs: &pairs })?;
-                device.record(staged, &self.lanes.pack)?;
-                device.wait(copying, staged)?;
+            (Move::Packed { whole, ranges }, Direction::Sleep) => {
+                let memory = self.slot(slot, whole.bytes)?;
+                let pairs = pairs(&memory, ranges, regions)?;
+                device.launch(&self.streams.pack, &Kernel::CopyPairs { pairs: &pairs })?;
+                staged.record(&self.streams.pack)?;
+                staged.wait(copying)?;
                 device.copy(copying, &memory, slab)?;
-                device.record(ended, copying)?;
+                ended.record(copying)?;
             }
-            (Move::Packed { run, parts }, Direction::Wake) => {
-                let memory = self.slot(slot, run.bytes)?;
+            (Move::Packed { whole, ranges }, Direction::Wake) => {
+                let memory = self.slot(slot, whole.bytes)?;
                 device.copy(copying, slab, &memory)?;
-                device.record(staged, copying)?;
-                device.wait(&self.lanes.pack, staged)?;
-                let pairs: Vec<_> = pairs(&memory, parts, regions)?.into_iter().map(|(a, b)| (b, a)).collect();
-                device.launch(&self.lanes.pack, &Kernel::CopyPairs { pairs: &pairs })?;
-                device.record(ended, &self.lanes.pack)?;
+                staged.record(copying)?;
+                staged.wait(&self.streams.pack)?;
+                let pairs: Vec<_> = pairs(&memory, ranges, regions)?.into_iter().map(|(a, b)| (b, a)).collect();
+                device.launch(&self.streams.pack, &Kernel::CopyPairs { pairs: &pairs })?;
+                ended.record(&self.streams.pack)?;
             }
         }
         Ok(())
@@ -324,25 +322,25 @@ impl Shared {
         Ok(staging.slice(slot as u64 * slot_bytes, bytes)?)
     }
 
-    /// Blocks until both lanes are empty.
+    /// Blocks until both streams are idle.
     fn settle(&self) -> Result<()> {
-        let end = self.lanes.event(&self.device)?;
-        for stream in [self.copying(), &self.lanes.pack] {
-            let empty = || self.device.record(&end, stream).and_then(|()| self.device.synchronize(&end));
-            // A refused call is tried once more: without it memory would go back while it may still be in use.
-            empty().or_else(|_| empty())?;
+        let mut outcome = Ok(());
+        for (idle, stream) in self.streams.idle.iter().zip([self.copying(), &self.streams.pack]) {
+            // A refused call is tried once more: without it memory would go back while it may still be in use. A mark
+            // whose recording was refused is recorded by the wait.
+            let _ = idle.record(stream);
+            outcome = outcome.and(idle.synchronize().or_else(|_| idle.synchronize()));
         }
-        lock(&self.lanes.spare).push(end);
-        Ok(())
+        outcome
     }
 }
 
 /// Storages and their places in a staging slot.
-fn pairs(slot: &Region, parts: &[Part], regions: &[Region]) -> Result<Vec<(Region, Region)>> {
-    parts
+fn pairs(slot: &Region, ranges: &[PackedRange], regions: &[Region]) -> Result<Vec<(Region, Region)>> {
+    ranges
         .iter()
-        .map(|part| {
-            Ok((regions[part.item].slice(part.at_bytes, part.bytes)?, slot.slice(part.offset_bytes, part.bytes)?))
+        .map(|range| {
+            Ok((regions[range.item].slice(range.at_bytes, range.bytes)?, slot.slice(range.offset_bytes, range.bytes)?))
         })
         .collect()
 }

@@ -1,18 +1,17 @@
-//! The same optimizer run three ways: streamed through the ring or updated on the host, resident on the device in whole
-//! tensors, and element by element in the test itself.
+//! The same optimizer run in three ways: as the test places it, resident on the device in whole tensors, and element by
+//! element in the test itself.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use forebay::device::HostOptions;
-use forebay::device::arith::{AdamWElement, AdamWHyper, AdamWScalars, adamw_element, uniform_element};
-use forebay::device::{AdamW, AdamWSegment, Dtype, Kernel, Region, Stream};
-use forebay::pipeline::{Pipeline, RunStats};
-use forebay::plan::{PlanOptions, StateKind, StepPlan, TensorSpec};
-use forebay::pool::Pool;
-use forebay::step::{Binding, HostShare, HostState, Hybrid, PlacedAdamW, StepInputs, StreamedAdamW};
+use forebay::device::update::{MASTER, MAX_COLUMNS, MAXIMIZE};
+use forebay::device::{Column, Dtype, HostOptions, Kernel, Moment, Region, Rule, Scalars, SharedDevice, Stream};
+use forebay::flow::RunStats;
+use forebay::optimizer::{Binding, Optimizer, OptimizerOptions, OptimizerStats, Placement, StepFlags, TableInput};
+use forebay::plan::{PlanOptions, StepPlan, TensorSpec, state_bytes};
 
 use super::Subject;
+use super::packed::{Packed, Placed, bytes_of, encode, values, widen};
 
 /// A parameter of a trial.
 #[derive(Debug, Clone, Copy)]
@@ -20,7 +19,8 @@ pub(crate) struct Tensor {
     pub(crate) elements: u64,
     pub(crate) param: Dtype,
     pub(crate) grad: Dtype,
-    pub(crate) amsgrad: bool,
+    /// Whether its group has numbers with which the rule keeps every column that it has.
+    pub(crate) full: bool,
     pub(crate) master: bool,
     /// Whether parameter and gradients lie on the host.
     pub(crate) on_host: bool,
@@ -32,11 +32,11 @@ impl Tensor {
     }
 
     pub(crate) const fn of(elements: u64, param: Dtype, grad: Dtype) -> Self {
-        Self { elements, param, grad, amsgrad: false, master: false, on_host: false }
+        Self { elements, param, grad, full: false, master: false, on_host: false }
     }
 
-    pub(crate) const fn amsgrad(self) -> Self {
-        Self { amsgrad: true, ..self }
+    pub(crate) const fn full(self) -> Self {
+        Self { full: true, ..self }
     }
 
     pub(crate) const fn master(self) -> Self {
@@ -46,13 +46,9 @@ impl Tensor {
     pub(crate) const fn on_host(self) -> Self {
         Self { on_host: true, ..self }
     }
-
-    pub(crate) fn kinds(&self) -> Vec<StateKind> {
-        StateKind::set(self.amsgrad, self.master)
-    }
 }
 
-/// Every pair of types, with and without masters and amsgrad, next to tensors of one element and of none.
+/// Every pair of types, with and without masters and all columns, next to tensors of one element and of none.
 pub(crate) fn mixed_tensors() -> Vec<Tensor> {
     use Dtype::{Bf16, F16, F32};
     vec![
@@ -60,22 +56,66 @@ pub(crate) fn mixed_tensors() -> Vec<Tensor> {
         Tensor::f32(1),
         Tensor::f32(0),
         Tensor::of(3000, Bf16, Bf16).master(),
-        Tensor::of(777, Bf16, F32).master().amsgrad(),
+        Tensor::of(777, Bf16, F32).master().full(),
         Tensor::of(2500, F16, F16).master(),
         Tensor::of(1234, F16, F32),
-        Tensor::of(5000, F32, Bf16).amsgrad(),
+        Tensor::of(5000, F32, Bf16).full(),
         Tensor::of(65, Bf16, Bf16),
         Tensor::of(63, F32, F16),
         Tensor::of(0, Bf16, Bf16).master(),
-        Tensor::of(1, Bf16, F16).master().amsgrad(),
-        Tensor::f32(2100).amsgrad().master(),
-        Tensor::of(64, F16, Bf16).amsgrad(),
+        Tensor::of(1, Bf16, F16).master().full(),
+        Tensor::f32(2100).full().master(),
+        Tensor::of(64, F16, Bf16).full(),
     ]
+}
+
+/// Every group with a number of elements that is a multiple of 4 and with one that is not, with a master and without.
+/// Larger than most chunks: some rules round by an element's place in its tensor.
+pub(crate) fn group_tensors() -> Vec<Tensor> {
+    let tensor = |i: u64| {
+        let elements = 1500 + 4 * i + i / 3 % 2;
+        let tensor =
+            if i.is_multiple_of(2) { Tensor::f32(elements) } else { Tensor::of(elements, Dtype::Bf16, Dtype::F32) };
+        Tensor { full: i >= 6, master: i % 2 == 1, ..tensor }
+    };
+    (0..12).map(tensor).collect()
+}
+
+/// Six groups of a rule: three that keep no column that can be done without, and three that keep all.
+fn groups_of(rule: &Rule) -> Vec<Vec<f64>> {
+    let adam = |full: f64| {
+        vec![
+            vec![3e-2, 0.9, 0.999, 1e-8, 1e-2, 0.0, full],
+            vec![1e-2, 0.8, 0.95, 1e-6, 0.0, 0.0, full],
+            vec![2e-2, 0.9, 0.999, 1e-8, 0.1, 1.0, full],
+        ]
+    };
+    match rule.name {
+        "adamw" | "adam" => [adam(0.0), adam(1.0)].concat(),
+        "sgd" => vec![
+            vec![3e-2, 0.0, 0.0, 1e-2, 0.0, 0.0],
+            vec![1e-2, 0.0, 0.0, 0.0, 0.0, 0.0],
+            vec![2e-2, 0.0, 0.0, 0.1, 0.0, 1.0],
+            vec![3e-2, 0.9, 0.3, 1e-2, 0.0, 0.0],
+            vec![1e-2, 0.8, 0.0, 0.0, 1.0, 0.0],
+            vec![2e-2, 0.9, 0.1, 0.0, 0.0, 1.0],
+        ],
+        "lion" => {
+            let (decays, plain, maximizes) =
+                ([3e-3, 0.9, 0.99, 0.1, 0.0], [1e-3, 0.8, 0.95, 0.0, 0.0], [2e-3, 0.9, 0.99, 0.05, 1.0]);
+            [decays, plain, maximizes].repeat(2).into_iter().map(Vec::from).collect()
+        }
+        other => panic!("{other} has no groups for trials yet"),
+    }
 }
 
 /// What is trained and how.
 #[derive(Debug, Clone)]
 pub(crate) struct Scenario {
+    pub(crate) rule: &'static Rule,
+    /// The numbers of each group at the first step. Of `n` groups, tensor `i` is in group `i % (n / 2)`, and in the second
+    /// half of them if it keeps all columns.
+    pub(crate) groups: Vec<Vec<f64>>,
     pub(crate) tensors: Vec<Tensor>,
     pub(crate) options: PlanOptions,
     /// Whether a tensor (the second number) has no gradient at a step (the first).
@@ -83,39 +123,70 @@ pub(crate) struct Scenario {
     pub(crate) grad_scale: Option<f32>,
     /// Whether the flag that says so is set at a step; without any there is no flag.
     pub(crate) skipped: Option<fn(usize) -> bool>,
+    /// Updates that a tensor has had before the first step.
+    pub(crate) counter: fn(usize) -> u64,
+    /// The first tensor of a second table.
+    pub(crate) second_table: Option<usize>,
 }
 
 impl Scenario {
     pub(crate) fn new(tensors: Vec<Tensor>, slots: usize, slot_bytes: u64) -> Self {
-        let options = PlanOptions { slots, slot_bytes, ..PlanOptions::default() };
-        Self { tensors, options, missing: |_, _| false, grad_scale: None, skipped: None }
+        let (rule, options) = (Rule::named("adamw").unwrap(), PlanOptions { slots, slot_bytes, ..Default::default() });
+        Self {
+            rule,
+            groups: groups_of(rule),
+            tensors,
+            options,
+            missing: |_, _| false,
+            grad_scale: None,
+            skipped: None,
+            counter: |_| 0,
+            second_table: None,
+        }
     }
 
-    pub(crate) fn plan(&self) -> StepPlan {
-        let tensors = self.tensors.iter().enumerate().map(|(i, tensor)| TensorSpec {
+    /// The same with another rule.
+    pub(crate) fn with(self, rule: &'static Rule) -> Self {
+        Self { rule, groups: groups_of(rule), ..self }
+    }
+
+    pub(crate) fn specs(&self) -> Vec<TensorSpec> {
+        let spec = |(i, tensor): (usize, &Tensor)| TensorSpec {
             name: format!("tensor.{i}"),
             elements: tensor.elements,
-            kinds: tensor.kinds(),
+            columns: self.columns(i),
             on_host: tensor.on_host,
-        });
-        StepPlan::new(tensors.collect(), self.options).unwrap()
+        };
+        self.tensors.iter().enumerate().map(spec).collect()
     }
 
-    /// A set for each tensor: three groups with hyper-parameters of their own, a rate that changes at every step, and a
-    /// step count that stands still while there is no gradient.
-    fn scalars(&self, step: usize) -> Vec<AdamWScalars> {
-        let groups = [
-            AdamWHyper { lr: 3e-2, ..AdamWHyper::default() },
-            AdamWHyper { lr: 1e-2, beta1: 0.8, beta2: 0.95, eps: 1e-6, weight_decay: 0.0, maximize: false },
-            AdamWHyper { lr: 2e-2, weight_decay: 0.1, maximize: true, ..AdamWHyper::default() },
-        ];
-        (0..self.tensors.len())
-            .map(|tensor| {
-                let t = (0..=step).filter(|&step| !(self.missing)(step, tensor)).count().max(1);
-                let group = groups[tensor % groups.len()];
-                AdamWHyper { lr: group.lr * (1.0 - 0.05 * step as f64), ..group }.at_step(t as u64)
-            })
-            .collect()
+    /// The plan of all tensors in one table.
+    pub(crate) fn plan(&self) -> StepPlan {
+        StepPlan::new(self.specs(), self.options).unwrap()
+    }
+
+    /// The table of a tensor, and its place there.
+    pub(crate) fn place(&self, tensor: usize) -> (usize, usize) {
+        match self.second_table {
+            Some(first) if tensor >= first => (1, tensor - first),
+            _ => (0, tensor),
+        }
+    }
+
+    pub(crate) fn group(&self, tensor: usize) -> usize {
+        let half = self.groups.len() / 2;
+        tensor % half + if self.tensors[tensor].full { half } else { 0 }
+    }
+
+    pub(crate) fn columns(&self, tensor: usize) -> Vec<Column> {
+        self.rule.kept(&self.groups[self.group(tensor)], self.tensors[tensor].master)
+    }
+
+    /// The groups with a rate that changes at every step.
+    pub(crate) fn groups_at(&self, step: usize) -> Vec<Vec<f64>> {
+        let mut groups = self.groups.clone();
+        groups.iter_mut().for_each(|group| group[0] *= 1.0 - 0.05 * step as f64);
+        groups
     }
 
     fn param(&self, tensor: usize) -> Vec<u8> {
@@ -130,13 +201,12 @@ impl Scenario {
     }
 
     /// State before the first step. Not zero: a misplaced byte must show at once.
-    fn state(&self, tensor: usize, kind: StateKind) -> Vec<f32> {
+    fn state(&self, tensor: usize, column: &Column) -> Vec<f32> {
         let Tensor { elements, param, .. } = self.tensors[tensor];
-        match kind {
-            StateKind::ExpAvg => values(200 + tensor, elements, -0.1, 0.1),
-            StateKind::ExpAvgSq => values(300 + tensor, elements, 0.0, 0.1),
-            StateKind::MaxExpAvgSq => values(400 + tensor, elements, 0.0, 0.1),
-            StateKind::Master => widen(param, &self.param(tensor)),
+        match self.rule.columns.iter().position(|own| own == column) {
+            Some(0) => values(200 + tensor, elements, -0.1, 0.1),
+            Some(index) => values(200 + 100 * index + tensor, elements, 0.0, 0.1),
+            None => widen(param, &self.param(tensor)),
         }
     }
 
@@ -144,134 +214,26 @@ impl Scenario {
         self.skipped.is_some_and(|skipped| skipped(step))
     }
 
-    /// The same where the host updates its share.
+    /// Streams so many steps, without a pause between them, and compares with both other ways.
+    pub(crate) fn check(&self, on: &Subject, steps: usize) {
+        self.check_placed(on, steps, Placement::Stream);
+    }
+
+    /// The same with another placement.
     pub(crate) fn check_placed(&self, on: &Subject, steps: usize, placement: Placement) {
-        let rig = Rig::placed(on, self.clone(), steps, Some(placement));
+        let rig = Rig::placed(on, self.clone(), steps, placement);
         rig.steps(steps);
         rig.synchronize();
         rig.assert_exact(steps);
     }
-
-    /// Streams so many steps, without a pause between them, and compares with both other ways.
-    pub(crate) fn check(&self, on: &Subject, steps: usize) {
-        let rig = Rig::new(on, self.clone(), steps);
-        rig.steps(steps);
-        rig.optimizer.synchronize().unwrap();
-        rig.assert_exact(steps);
-    }
 }
 
-fn values(seed: usize, elements: u64, low: f32, high: f32) -> Vec<f32> {
-    (0..elements).map(|i| uniform_element(seed as u64, i, low, high)).collect()
-}
+/// The name under which an [`Outcome`] has step counters.
+const COUNTER: &str = "step";
 
-fn bytes_of(values: &[f32]) -> Vec<u8> {
-    values.iter().flat_map(|value| value.to_le_bytes()).collect()
-}
-
-/// Values of a type that lie near these; cut off, not rounded, and no subnormals.
-fn encode(dtype: Dtype, values: &[f32]) -> Vec<u8> {
-    let half = |value: f32| {
-        let bits = value.to_bits();
-        match dtype {
-            Dtype::F16 => {
-                let (sign, exponent) = ((bits >> 16 & 0x8000) as u16, (bits >> 23 & 0xff) as i32 - 112);
-                if exponent <= 0 { sign } else { sign | (exponent as u16) << 10 | (bits >> 13 & 0x3ff) as u16 }
-            }
-            _ => (bits >> 16) as u16,
-        }
-    };
-    match dtype {
-        Dtype::F32 => bytes_of(values),
-        Dtype::Bf16 | Dtype::F16 => values.iter().flat_map(|&value| half(value).to_le_bytes()).collect(),
-    }
-}
-
-/// The inverse of [`encode`].
-fn widen(dtype: Dtype, bytes: &[u8]) -> Vec<f32> {
-    let half = |pair: &[u8]| u32::from(u16::from_le_bytes([pair[0], pair[1]]));
-    match dtype {
-        Dtype::F32 => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
-        Dtype::Bf16 => bytes.chunks_exact(2).map(|b| f32::from_bits(half(b) << 16)).collect(),
-        Dtype::F16 => bytes
-            .chunks_exact(2)
-            .map(half)
-            .map(|h| {
-                let magnitude = if h & 0x7c00 == 0 { 0 } else { ((h >> 10 & 0x1f) + 112) << 23 | (h & 0x3ff) << 13 };
-                f32::from_bits((h & 0x8000) << 16 | magnitude)
-            })
-            .collect(),
-    }
-}
-
-/// Several byte strings in one buffer, aligned to their elements and to no more, as slices of tensors are.
-struct Packed {
-    bytes: Vec<u8>,
-    memory: Region,
-    regions: Vec<Region>,
-}
-
-impl Packed {
-    fn new(on: &Subject, parts: &[(Vec<u8>, u64)], on_host: bool) -> Self {
-        let (mut bytes, mut places) = (Vec::new(), Vec::new());
-        for (i, (part, width)) in parts.iter().enumerate() {
-            bytes.resize(bytes.len().next_multiple_of(64) + (*width as usize) * (i % 5), 0);
-            places.push((bytes.len() as u64, part.len() as u64));
-            bytes.extend_from_slice(part);
-        }
-        bytes.push(0);
-        let size = bytes.len() as u64;
-        let memory = if on_host { on.pinned(size) } else { on.alloc(size).unwrap().all() };
-        let regions = places.iter().map(|&(offset, len)| memory.slice(offset, len).unwrap()).collect();
-        let packed = Self { bytes, memory, regions };
-        packed.reset(on);
-        packed
-    }
-
-    /// The bytes as they were at first; the host has seen the end of all other work on them.
-    fn reset(&self, on: &Subject) {
-        if self.memory.place().is_host() {
-            on.write(&self.bytes, &self.memory).unwrap();
-        } else {
-            on.put(&self.bytes, &self.memory);
-        }
-    }
-
-    fn download(&self, on: &Subject) -> Vec<Vec<u8>> {
-        let memory = &self.memory;
-        let bytes = if memory.place().is_host() { on.host_bytes(memory).unwrap() } else { on.download(memory) };
-        let range = |region: &Region| {
-            let start = (region.offset_bytes() - memory.offset_bytes()) as usize;
-            start..start + region.bytes() as usize
-        };
-        self.regions.iter().map(|region| bytes[range(region)].to_vec()).collect()
-    }
-}
-
-/// The same bytes in both places; each tensor uses its own.
-struct Placed {
-    places: [Packed; 2],
-}
-
-impl Placed {
-    fn new(on: &Subject, parts: &[(Vec<u8>, u64)]) -> Self {
-        Self { places: [false, true].map(|on_host| Packed::new(on, parts, on_host)) }
-    }
-
-    fn region(&self, part: usize, on_host: bool) -> Region {
-        self.places[usize::from(on_host)].regions[part].clone()
-    }
-
-    fn download(&self, on: &Subject, scenario: &Scenario) -> Vec<Vec<u8>> {
-        let [device, host] = self.places.each_ref().map(|place| place.download(on));
-        let both = device.into_iter().zip(host).zip(&scenario.tensors);
-        both.map(|((device, host), tensor)| if tensor.on_host { host } else { device }).collect()
-    }
-}
-
-/// The bits of parameters (no kind) and state after some steps, by tensor.
+/// The bits of parameters (no name), columns and step counters after some steps, by tensor.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Outcome(pub(crate) BTreeMap<(usize, Option<StateKind>), Vec<u8>>);
+pub(crate) struct Outcome(pub(crate) BTreeMap<(usize, Option<&'static str>), Vec<u8>>);
 
 impl Outcome {
     /// All that the other knows is here, bit for bit.
@@ -280,9 +242,15 @@ impl Outcome {
             let found = &self.0[key];
             assert_eq!(found.len(), expected.len(), "{key:?}");
             if let Some(at) = (0..found.len()).find(|&i| found[i] != expected[i]) {
-                panic!("tensor and kind {key:?} differ from {who} at byte {at} of {}", found.len());
+                panic!("tensor and column {key:?} differ from {who} at byte {at} of {}", found.len());
             }
         }
+    }
+
+    /// The same without step counters, which advance where an update is skipped too.
+    pub(crate) fn without_counters(mut self) -> Self {
+        self.0.retain(|(_, name), _| *name != Some(COUNTER));
+        self
     }
 }
 
@@ -323,61 +291,78 @@ impl Inputs {
     }
 }
 
-/// Where the update runs, other than streamed through the device.
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum Placement {
-    /// On the host alone: there is no ring on the device.
-    Host,
-    /// On both.
-    Hybrid(HostShare),
-}
-
-/// The streamed optimizer with everything it needs.
+/// An optimizer with everything that its steps need.
 pub(crate) struct Rig<'a> {
-    /// The host's part, where it has one, and the state it works on.
-    pub(crate) hybrid: Option<(Hybrid, Vec<PlacedAdamW>)>,
     on: &'a Subject,
     pub(crate) scenario: Scenario,
-    pub(crate) pool: Arc<Pool>,
-    pub(crate) optimizer: StreamedAdamW,
+    placement: Placement,
+    pub(crate) optimizer: Optimizer,
     pub(crate) compute: Stream,
     params: Placed,
     inputs: Inputs,
+    /// Columns on the device, by tensor, where the placement is resident.
+    resident: Option<(Packed, Vec<Vec<Region>>)>,
 }
 
 impl<'a> Rig<'a> {
+    /// One that streams.
     pub(crate) fn new(on: &'a Subject, scenario: Scenario, steps: usize) -> Self {
-        Self::placed(on, scenario, steps, None)
+        Self::placed(on, scenario, steps, Placement::Stream)
     }
 
-    pub(crate) fn placed(on: &'a Subject, scenario: Scenario, steps: usize, placement: Option<Placement>) -> Self {
-        let pool = Pool::new(on.device.clone());
-        let PlanOptions { slots, slot_bytes, .. } = scenario.options;
-        let pipeline = Arc::new(Pipeline::new(&pool, slots, slot_bytes).unwrap());
-        let state = HostState::new(&pool, Arc::new(scenario.plan())).unwrap();
-        let hybrid = placement.map(|placement| {
-            let (share, ring) = match placement {
-                Placement::Host => (HostShare::Fixed(1.0), None),
-                Placement::Hybrid(share) => (share, Some(pipeline.clone())),
-            };
-            let hybrid = Hybrid::new(&pool, share, &HostOptions::default(), slots, slot_bytes).unwrap();
-            (hybrid, vec![PlacedAdamW::new(state.clone(), ring)])
-        });
-        let optimizer = StreamedAdamW::from_parts(state, pipeline);
+    pub(crate) fn placed(on: &'a Subject, scenario: Scenario, steps: usize, placement: Placement) -> Self {
+        Self::within(on, scenario, steps, placement, None).unwrap()
+    }
+
+    /// The same within a budget of pinned memory.
+    pub(crate) fn within(
+        on: &'a Subject,
+        scenario: Scenario,
+        steps: usize,
+        placement: Placement,
+        pinned_budget_bytes: Option<u64>,
+    ) -> forebay::Result<Self> {
+        Self::on_device(on, on.device.clone(), scenario, steps, placement, pinned_budget_bytes)
+    }
+
+    fn on_device(
+        on: &'a Subject,
+        device: SharedDevice,
+        scenario: Scenario,
+        steps: usize,
+        placement: Placement,
+        pinned_budget_bytes: Option<u64>,
+    ) -> forebay::Result<Self> {
+        let options =
+            OptimizerOptions { placement, plan: scenario.options, pinned_budget_bytes, host: HostOptions::default() };
+        let optimizer = Optimizer::new(device, scenario.rule, options)?;
+        if placement.streams() {
+            optimizer.open_ring(None)?;
+        }
+        let mut specs = scenario.specs();
+        let second = scenario.second_table.map(|first| specs.split_off(first));
+        optimizer.add(specs)?;
+        second.map_or(Ok(0), |specs| optimizer.add(specs))?;
         let params: Vec<_> =
             (0..scenario.tensors.len()).map(|i| (scenario.param(i), scenario.tensors[i].param.bytes())).collect();
         let params = Placed::new(on, &params);
         let (inputs, compute) = (Inputs::new(on, &scenario, steps), on.stream("compute").unwrap());
-        let rig = Self { hybrid, on, scenario, pool, optimizer, compute, params, inputs };
+        let resident = (placement == Placement::Resident).then(|| resident_columns(on, &scenario));
+        let rig = Self { on, scenario, placement, optimizer, compute, params, inputs, resident };
         rig.write_state();
-        rig
+        Ok(rig)
     }
 
     fn write_state(&self) {
-        for (tensor, of) in self.scenario.tensors.iter().enumerate() {
-            for kind in of.kinds() {
-                let bytes = bytes_of(&self.scenario.state(tensor, kind));
-                self.on.write(&bytes, &self.state(tensor, kind)).unwrap();
+        if let Some((columns, _)) = &self.resident {
+            columns.reset(self.on);
+        }
+        for tensor in 0..self.scenario.tensors.len() {
+            let counter = (self.scenario.counter)(tensor) as f32;
+            self.on.write(&bytes_of(&[counter]), &self.counter(tensor)).unwrap();
+            for column in self.scenario.columns(tensor).iter().filter(|_| self.resident.is_none()) {
+                let bytes = bytes_of(&self.scenario.state(tensor, column));
+                self.on.write(&bytes, &self.column(tensor, column.name)).unwrap();
             }
         }
     }
@@ -385,59 +370,94 @@ impl<'a> Rig<'a> {
     /// Parameters and state as before the first step, whatever happened since.
     pub(crate) fn reset(&self) {
         self.synchronize();
-        self.on.finish(&self.compute).unwrap();
         self.write_state();
         self.params.places.iter().for_each(|place| place.reset(self.on));
+        self.optimizer.trust();
     }
 
-    pub(crate) fn state(&self, tensor: usize, kind: StateKind) -> Region {
-        self.optimizer.state().tensor(tensor, kind).unwrap().unwrap()
+    /// Steps twice and starts anew with a fresh ring. Later steps compute no powers, so that a test can count their calls.
+    pub(crate) fn warm(self) -> Self {
+        self.step(0).unwrap();
+        self.step(0).unwrap();
+        self.reset();
+        if self.placement.streams() {
+            self.optimizer.close_ring().unwrap();
+            self.optimizer.open_ring(None).unwrap();
+        }
+        self
     }
 
-    pub(crate) fn bindings(&self, step: usize) -> Vec<Binding> {
-        let grads = &self.inputs.grads[step];
-        (0..self.scenario.tensors.len())
-            .map(|i| Binding {
-                param: self.params.region(i, self.scenario.tensors[i].on_host),
-                param_dtype: self.scenario.tensors[i].param,
-                grad: grads[i].clone().map(|grad| (grad, self.scenario.tensors[i].grad)),
-                scalars: i as u32,
-            })
-            .collect()
+    /// The plan of the first table.
+    pub(crate) fn plan(&self) -> Arc<StepPlan> {
+        self.optimizer.plan(0).unwrap()
     }
 
-    pub(crate) fn step(&self, step: usize) -> forebay::Result<()> {
-        self.step_with(step, &self.bindings(step))
-    }
-
-    pub(crate) fn step_with(&self, step: usize, tensors: &[Binding]) -> forebay::Result<()> {
-        let (grad_scale, skip) = (self.inputs.scale.clone(), self.inputs.skip(&self.scenario, step));
-        let scalars = self.scenario.scalars(step);
-        let inputs = StepInputs { scalars: &scalars, grad_scale, skip };
-        match &self.hybrid {
-            None => self.optimizer.step(tensors, &inputs, &self.compute),
-            Some((hybrid, stores)) => {
-                stores[0].check(tensors, &inputs)?;
-                hybrid.run(stores, &[tensors.to_vec()], &[], &inputs, &self.compute)
+    /// A tensor's column, wherever it lies.
+    pub(crate) fn column(&self, tensor: usize, name: &str) -> Region {
+        let (table, place) = self.scenario.place(tensor);
+        match &self.resident {
+            None => self.optimizer.column(table, place, name).unwrap().unwrap(),
+            Some((_, columns)) => {
+                let index = self.scenario.columns(tensor).iter().position(|column| column.name == name);
+                columns[tensor][index.unwrap()].clone()
             }
         }
     }
 
-    /// A step of the host's for which some gradients are down already.
-    pub(crate) fn run_landed(&self, step: usize, landed: &[Vec<Option<Region>>]) -> forebay::Result<()> {
-        let scalars = self.scenario.scalars(step);
-        let inputs = StepInputs { scalars: &scalars, ..StepInputs::default() };
-        let (hybrid, stores) = self.hybrid.as_ref().unwrap();
-        hybrid.run(stores, &[self.bindings(step)], landed, &inputs, &self.compute)
+    pub(crate) fn counter(&self, tensor: usize) -> Region {
+        let (table, place) = self.scenario.place(tensor);
+        self.optimizer.step_counter(table, place).unwrap()
+    }
+
+    pub(crate) fn weight(&self, tensor: usize) -> Region {
+        self.params.region(tensor, self.scenario.tensors[tensor].on_host)
+    }
+
+    pub(crate) fn grad(&self, step: usize, tensor: usize) -> Option<Region> {
+        self.inputs.grads[step][tensor].clone()
+    }
+
+    /// Each tensor with its gradient at a step, where it has one.
+    pub(crate) fn bindings(&self, step: usize) -> Vec<Option<Binding>> {
+        let of = |tensor: usize| {
+            let Tensor { param, grad, .. } = self.scenario.tensors[tensor];
+            let group = self.scenario.group(tensor) as u32;
+            Some(Binding::new((self.weight(tensor), param), (self.grad(step, tensor)?, grad), group))
+        };
+        (0..self.scenario.tensors.len()).map(of).collect()
+    }
+
+    /// The same by table.
+    pub(crate) fn tables(&self, mut bindings: Vec<Option<Binding>>) -> Vec<TableInput> {
+        let mut resident = self.resident.as_ref().map_or_else(Vec::new, |(_, columns)| columns.clone());
+        let second = self.scenario.second_table.map(|first| {
+            let resident = if resident.is_empty() { Vec::new() } else { resident.split_off(first) };
+            TableInput { tensors: bindings.split_off(first), resident }
+        });
+        [TableInput { tensors: bindings, resident }].into_iter().chain(second).collect()
+    }
+
+    pub(crate) fn flags(&self, step: usize) -> StepFlags {
+        StepFlags { grad_scale: self.inputs.scale.clone(), skip: self.inputs.skip(&self.scenario, step) }
+    }
+
+    pub(crate) fn step(&self, step: usize) -> forebay::Result<()> {
+        self.step_with(step, self.bindings(step))
+    }
+
+    pub(crate) fn step_with(&self, step: usize, bindings: Vec<Option<Binding>>) -> forebay::Result<()> {
+        let groups = self.scenario.groups_at(step);
+        self.optimizer.step(self.tables(bindings), &groups, Some(&self.compute), self.flags(step))
     }
 
     /// Waits for all that the steps left under way, and lets the host see it.
     pub(crate) fn synchronize(&self) {
         self.optimizer.synchronize().unwrap();
-        if let Some((hybrid, _)) = &self.hybrid {
-            hybrid.lane().drain().unwrap();
-            self.on.finish(&self.compute).unwrap();
-        }
+        self.on.finish(&self.compute).unwrap();
+    }
+
+    pub(crate) fn stats(&self) -> OptimizerStats {
+        self.optimizer.stats().unwrap()
     }
 
     /// The first so many steps, one right after the other.
@@ -448,21 +468,25 @@ impl<'a> Rig<'a> {
         }
     }
 
-    /// Every slot is with the ring.
+    /// Every slot is with its ring.
     pub(crate) fn assert_idle(&self) {
-        assert_eq!(self.optimizer.pipeline().idle_slots(), self.scenario.options.slots, "slots are missing");
-        if let Some((hybrid, _)) = &self.hybrid {
-            assert_eq!(hybrid.lane().idle_slots(), 2 * self.scenario.options.slots, "the host's slots are missing");
-        }
+        let (slots, all_on_host) = (self.scenario.options.slots, self.scenario.tensors.iter().all(|t| t.on_host));
+        let ring = if self.optimizer.has_ring() { slots } else { 0 };
+        let host = if self.placement.host_share().is_some() && !all_on_host { 2 * slots } else { 0 };
+        assert_eq!(self.optimizer.idle_slots(), (ring, host), "slots are missing");
     }
 
-    /// Parameters and state; all stores have ended.
+    /// Parameters, columns and counters; all stores have ended.
     pub(crate) fn outcome(&self) -> Outcome {
         let mut values = BTreeMap::new();
-        for (tensor, bytes) in self.params.download(self.on, &self.scenario).into_iter().enumerate() {
+        let mut resident = self.resident.iter().flat_map(|(columns, _)| columns.download(self.on));
+        let on_host: Vec<bool> = self.scenario.tensors.iter().map(|tensor| tensor.on_host).collect();
+        for (tensor, bytes) in self.params.download(self.on, &on_host).into_iter().enumerate() {
             values.insert((tensor, None), bytes);
-            for kind in self.scenario.tensors[tensor].kinds() {
-                values.insert((tensor, Some(kind)), self.on.host_bytes(&self.state(tensor, kind)).unwrap());
+            values.insert((tensor, Some(COUNTER)), self.on.host_bytes(&self.counter(tensor)).unwrap());
+            for Column { name, .. } in self.scenario.columns(tensor) {
+                let on_host = || self.on.host_bytes(&self.column(tensor, name)).unwrap();
+                values.insert((tensor, Some(name)), resident.next().unwrap_or_else(on_host));
             }
         }
         Outcome(values)
@@ -471,17 +495,24 @@ impl<'a> Rig<'a> {
     /// Compares with the other two ways after so many steps.
     pub(crate) fn assert_exact(&self, steps: usize) {
         let outcome = self.outcome();
-        outcome.assert_has(&resident(self.on, &self.scenario, steps), "the resident update");
-        outcome.assert_has(&reference(&self.scenario, steps), "the host's arithmetic");
+        if self.placement != Placement::Resident {
+            outcome.assert_has(&resident(self.on, &self.scenario, steps), "the resident update");
+        }
+        outcome.assert_has(&reference(self.on, &self.scenario, steps), "the test's arithmetic");
     }
 
-    /// What the books must say after a step.
+    /// Chunks that travel in a step, and their payload. A chunk without columns stays where it is.
     pub(crate) fn expected_stats(&self, step: usize) -> (u64, u64) {
-        let plan = self.optimizer.plan();
+        let plan = self.plan();
         let moving = |tensor: usize| !(self.scenario.missing)(step, tensor);
-        let chunks = plan.chunks().iter().filter(|c| plan.segments(c).iter().any(|s| moving(s.tensor))).count();
+        let travels = |chunk: &&forebay::plan::Chunk| {
+            let bucket = &plan.buckets()[chunk.bucket];
+            let moves = plan.pieces(chunk).iter().any(|piece| moving(piece.tensor));
+            moves && (bucket.on_host || !bucket.columns.is_empty())
+        };
+        let chunks = plan.chunks().iter().filter(travels).count();
         let tensors = self.scenario.tensors.iter().enumerate().filter(|&(i, _)| moving(i));
-        (chunks as u64, tensors.map(|(_, t)| t.elements * 4 * t.kinds().len() as u64).sum())
+        (chunks as u64, tensors.map(|(i, tensor)| state_bytes(&self.scenario.columns(i), tensor.elements)).sum())
     }
 
     pub(crate) fn assert_stats(&self, stats: RunStats, step: usize) {
@@ -490,83 +521,86 @@ impl<'a> Rig<'a> {
     }
 }
 
-/// The steps as one launch each over whole tensors, their state resident on the device.
-pub(crate) fn resident(on: &Subject, scenario: &Scenario, steps: usize) -> Outcome {
-    let stream = on.stream("resident").unwrap();
-    let tensors = scenario.tensors.iter().map(|&tensor| Tensor { on_host: false, ..tensor }).collect();
-    let scenario = &Scenario { tensors, ..scenario.clone() };
-    let inputs = Inputs::new(on, scenario, steps);
-    let (mut keys, mut parts) = (Vec::new(), Vec::new());
-    for (tensor, of) in scenario.tensors.iter().enumerate() {
-        keys.push((tensor, None));
-        parts.push((scenario.param(tensor), of.param.bytes()));
-        for kind in of.kinds() {
-            keys.push((tensor, Some(kind)));
-            parts.push((bytes_of(&scenario.state(tensor, kind)), 4));
-        }
+/// The columns of all tensors in one buffer on the device.
+fn resident_columns(on: &Subject, scenario: &Scenario) -> (Packed, Vec<Vec<Region>>) {
+    let (mut parts, mut counts) = (Vec::new(), Vec::new());
+    for tensor in 0..scenario.tensors.len() {
+        let columns = scenario.columns(tensor);
+        parts.extend(columns.iter().map(|column| (bytes_of(&scenario.state(tensor, column)), 4)));
+        counts.push(columns.len());
     }
-    let memory = Packed::new(on, &parts, false);
-    let region = |tensor: usize, kind: Option<StateKind>| {
-        keys.iter().position(|&key| key == (tensor, kind)).map(|at| memory.regions[at].clone())
-    };
-    for step in 0..steps {
-        let segments: Vec<AdamWSegment> = (0..scenario.tensors.len())
-            .filter(|&tensor| scenario.tensors[tensor].elements > 0)
-            .filter_map(|tensor| {
-                Some(AdamWSegment {
-                    grad: inputs.grads[step][tensor].clone()?,
-                    grad_dtype: scenario.tensors[tensor].grad,
-                    param: region(tensor, None)?,
-                    param_dtype: scenario.tensors[tensor].param,
-                    exp_avg: region(tensor, Some(StateKind::ExpAvg))?,
-                    exp_avg_sq: region(tensor, Some(StateKind::ExpAvgSq))?,
-                    max_exp_avg_sq: region(tensor, Some(StateKind::MaxExpAvgSq)),
-                    master: region(tensor, Some(StateKind::Master)),
-                    scalars: tensor as u32,
-                })
-            })
-            .collect();
-        let scalars = scenario.scalars(step);
-        let (grad_scale, skip) = (inputs.scale.clone(), inputs.skip(scenario, step));
-        on.launch(&stream, &Kernel::AdamW(AdamW { segments: &segments, scalars: &scalars, grad_scale, skip })).unwrap();
-    }
-    on.finish(&stream).unwrap();
-    Outcome(keys.into_iter().zip(memory.download(on)).collect())
+    let packed = Packed::new(on, &parts, false);
+    let mut regions = packed.regions.iter().cloned();
+    let columns = counts.into_iter().map(|count| regions.by_ref().take(count).collect()).collect();
+    (packed, columns)
 }
 
-/// The steps on the host, for tensors whose weights are f32 somewhere: rounding to half precision is the device's.
-pub(crate) fn reference(scenario: &Scenario, steps: usize) -> Outcome {
-    let mut values = BTreeMap::new();
+/// The steps over whole tensors, their state resident on the device. Faults do not reach it.
+pub(crate) fn resident(on: &Subject, scenario: &Scenario, steps: usize) -> Outcome {
+    let tensors = scenario.tensors.iter().map(|&tensor| Tensor { on_host: false, ..tensor }).collect();
+    let scenario = Scenario { tensors, second_table: None, ..scenario.clone() };
+    let rig = Rig::on_device(on, on.calm.clone(), scenario, steps, Placement::Resident, None).unwrap();
+    rig.steps(steps);
+    rig.synchronize();
+    rig.outcome()
+}
+
+/// The numbers of a step: the powers are the device's on a GPU, and the rule's own elsewhere.
+fn scalars(on: &Subject, rule: &Rule, hypers: &[f64], step: u64, elements: u64) -> Scalars {
+    if !on.kind.is_cuda() || rule.powers.is_empty() {
+        return rule.at_step(hypers, step, elements);
+    }
+    let (memory, stream) = (on.alloc(4).unwrap(), on.stream("powers").unwrap());
+    let power = |&i: &usize| {
+        let beta = hypers[i] as f32;
+        on.launch(&stream, &Kernel::Powers { dst: memory.all(), beta, first: step }).unwrap();
+        on.finish(&stream).unwrap();
+        widen(Dtype::F32, &on.download(&memory.all()))[0]
+    };
+    let powers: Vec<f32> = rule.powers.iter().map(power).collect();
+    (rule.scalars)(&Moment { hypers, powers: &powers, step, elements })
+}
+
+/// The steps in the test, for tensors whose weights are f32 somewhere: rounding to half precision is the device's.
+pub(crate) fn reference(on: &Subject, scenario: &Scenario, steps: usize) -> Outcome {
+    let (mut values, rule) = (BTreeMap::new(), scenario.rule);
     for (tensor, of) in scenario.tensors.iter().enumerate() {
         if of.param != Dtype::F32 && !of.master {
             continue;
         }
-        let start = |kind: StateKind| scenario.state(tensor, kind);
-        let (weights, m, v) = (start(StateKind::Master), start(StateKind::ExpAvg), start(StateKind::ExpAvgSq));
-        let x = start(StateKind::MaxExpAvgSq);
-        let mut elements: Vec<AdamWElement> = (0..of.elements as usize)
-            .map(|i| AdamWElement { p: weights[i], m: m[i], v: v[i], x: if of.amsgrad { x[i] } else { 0.0 } })
-            .collect();
-        for step in (0..steps).filter(|&step| !scenario.is_skipped(step)) {
-            let Some(grad) = scenario.grad(step, tensor) else { continue };
-            let (scale, scalars) = (scenario.grad_scale.unwrap_or(1.0), scenario.scalars(step)[tensor]);
-            for (element, grad) in elements.iter_mut().zip(widen(of.grad, &grad)) {
-                *element = adamw_element(*element, grad, scale, of.amsgrad, &scalars);
+        let (columns, kept) = (scenario.columns(tensor), (rule.keeps)(&scenario.groups[scenario.group(tensor)]));
+        let mut weights = widen(of.param, &scenario.param(tensor));
+        let start = |i: usize| rule.columns.get(i).filter(|_| kept & 1 << i != 0);
+        let start: [Option<Vec<f32>>; MAX_COLUMNS] =
+            std::array::from_fn(|i| start(i).map(|column| scenario.state(tensor, column)));
+        let at = |i: usize| start.each_ref().map(|column| column.as_ref().map_or(0.0, |column| column[i]));
+        let mut state: Vec<[f32; MAX_COLUMNS]> = (0..weights.len()).map(at).collect();
+        let mut counter = (scenario.counter)(tensor);
+        for step in 0..steps {
+            let (Some(grad), groups) = (scenario.grad(step, tensor), scenario.groups_at(step)) else { continue };
+            let hypers = &groups[scenario.group(tensor)];
+            counter += u64::from((rule.counts)(hypers));
+            if scenario.is_skipped(step) {
+                continue;
+            }
+            let scalars = scalars(on, rule, hypers, counter, of.elements);
+            let sign = if scalars.flags & MAXIMIZE != 0 { -1.0 } else { 1.0 };
+            for (i, grad) in widen(of.grad, &grad).into_iter().enumerate() {
+                let grad = sign * (grad * scenario.grad_scale.unwrap_or(1.0));
+                weights[i] = (rule.element)(weights[i], grad, &mut state[i], kept, &scalars, i as u64);
             }
         }
-        let mut put = |kind: Option<StateKind>, get: fn(&AdamWElement) -> f32| {
-            values.insert((tensor, kind), bytes_of(&elements.iter().map(get).collect::<Vec<_>>()));
-        };
-        put(Some(StateKind::ExpAvg), |e| e.m);
-        put(Some(StateKind::ExpAvgSq), |e| e.v);
-        if of.amsgrad {
-            put(Some(StateKind::MaxExpAvgSq), |e| e.x);
+        values.insert((tensor, Some(COUNTER)), bytes_of(&[counter as f32]));
+        for column in columns {
+            let bytes = match rule.columns.iter().position(|own| *own == column) {
+                Some(index) => bytes_of(&state.iter().map(|state| state[index]).collect::<Vec<_>>()),
+                None => bytes_of(&weights),
+            };
+            values.insert((tensor, Some(column.name)), bytes);
         }
-        if of.master {
-            put(Some(StateKind::Master), |e| e.p);
-        }
+        assert_eq!(of.master, values.contains_key(&(tensor, Some(MASTER.name))));
         if of.param == Dtype::F32 {
-            put(None, |e| e.p);
+            values.insert((tensor, None), bytes_of(&weights));
         }
     }
     Outcome(values)

@@ -1,0 +1,182 @@
+//! `forebay plan`: the plan of a streamed step, as text or as JSON. It opens no device and allocates no state.
+
+use std::process::ExitCode;
+
+use clap::ValueEnum;
+use forebay::Error;
+use forebay::device::{Column, Rule};
+use forebay::plan::{PlanOptions, StepPlan, TensorSpec, state_bytes};
+use forebay_bench::Model;
+use serde::Serialize;
+
+use crate::options::{PlanStepArgs, RingArgs};
+use crate::output::check_writable;
+use crate::tables::{rows, size};
+use crate::{Failure, report};
+
+/// The update rules that can be planned; the first one is the default.
+pub(crate) fn rule_names() -> Vec<&'static str> {
+    forebay::device::update::RULES.iter().map(|rule| rule.name).collect()
+}
+
+/// The model that is planned by default.
+const DEFAULT_MODEL: &str = "qwen2.5-3b";
+
+/// A plan with more chunks is refused: it would take gigabytes, and no step could use it.
+const MAX_CHUNKS: u64 = 1 << 22;
+
+/// The type of weights and gradients.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum WeightType {
+    F32,
+    Bf16,
+    F16,
+}
+
+impl WeightType {
+    fn bytes(self) -> u64 {
+        if self == Self::F32 { 4 } else { 2 }
+    }
+
+    /// Half types keep f32 master weights.
+    fn has_master(self) -> bool {
+        self != Self::F32
+    }
+
+    fn describe(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::Bf16 => "bf16 with f32 master weights",
+            Self::F16 => "f16 with f32 master weights",
+        }
+    }
+}
+
+/// A plan and the figures that follow from it.
+#[derive(Serialize)]
+struct Planned {
+    version: &'static str,
+    rule: String,
+    model: String,
+    dtype: WeightType,
+    params: u64,
+    tensors: usize,
+    /// State that one step moves each way, without alignment.
+    payload_bytes: u64,
+    state_bytes_per_param: f64,
+    /// State on the host, with alignment.
+    host_bytes: u64,
+    ring_bytes: u64,
+    /// Weights and gradients, which stay on the device.
+    weight_and_grad_bytes: u64,
+    chunks: usize,
+    cut_tensors: usize,
+    wire_gbps: Option<f64>,
+    /// The payload over the wire, if its rate was given.
+    floor_step_s: Option<f64>,
+    plan: StepPlan,
+}
+
+pub(crate) fn step(args: &PlanStepArgs) -> Result<ExitCode, Failure> {
+    let json = &args.output.json;
+    json.path().map_or(Ok(()), check_writable)?;
+    let planned = plan(args)?;
+    report(json, &planned, || text(&planned))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn plan(args: &PlanStepArgs) -> Result<Planned, Failure> {
+    let RingArgs { chunk_bytes, slots } = args.ring;
+    let named = args.model.as_deref().or(args.params.is_none().then_some(DEFAULT_MODEL)).map(Model::named);
+    let model = named.transpose()?;
+    let params = model.as_ref().map_or(args.params.unwrap_or(0), Model::params);
+    let rule = Rule::named(&args.rule).map_err(Error::from)?;
+    let columns = rule.kept(rule.defaults, args.dtype.has_master());
+    // Before the shapes are made: their list alone might not fit.
+    check_size(params, &columns, chunk_bytes, slots)?;
+    let model = match model {
+        Some(model) => model,
+        None => Model::synthetic(params)?,
+    };
+    let tensors = model.tensors.iter().map(|tensor| TensorSpec {
+        name: tensor.name.clone(),
+        elements: tensor.elements,
+        columns: columns.clone(),
+        on_host: false,
+    });
+    let options = PlanOptions { slot_bytes: chunk_bytes, slots, ..PlanOptions::default() };
+    let plan = StepPlan::new(tensors.collect(), options)?;
+    let payload_bytes = plan.payload_bytes();
+    Ok(Planned {
+        version: forebay::VERSION,
+        rule: args.rule.clone(),
+        model: model.name,
+        dtype: args.dtype,
+        params,
+        tensors: plan.tensors().len(),
+        payload_bytes,
+        state_bytes_per_param: payload_bytes as f64 / params as f64,
+        host_bytes: plan.arena_bytes().iter().sum(),
+        ring_bytes: plan.ring_bytes(),
+        weight_and_grad_bytes: 2 * args.dtype.bytes() * params,
+        chunks: plan.chunks().len(),
+        cut_tensors: plan.cut_tensors(),
+        wire_gbps: args.wire_gbps,
+        floor_step_s: args.wire_gbps.map(|gbps| payload_bytes as f64 / gbps / 1e9),
+        plan,
+    })
+}
+
+/// Refuses a ring that no device can have, and a plan that this machine should not try to make.
+fn check_size(params: u64, columns: &[Column], chunk_bytes: u64, slots: usize) -> Result<(), Error> {
+    if (slots as u64).checked_mul(chunk_bytes).is_none_or(|ring| ring > 1 << 60) {
+        return Err(Error::InvalidOption {
+            option: "slots",
+            value: slots.to_string(),
+            remedy: format!("no device has memory for so many slots of {chunk_bytes} bytes"),
+        });
+    }
+    let state_bytes = params.saturating_mul(state_bytes(columns, 1));
+    if state_bytes.div_ceil(chunk_bytes) > MAX_CHUNKS {
+        return Err(Error::InvalidOption {
+            option: "chunk_bytes",
+            value: chunk_bytes.to_string(),
+            remedy: format!("use at least {} for {params} parameters", state_bytes.div_ceil(MAX_CHUNKS)),
+        });
+    }
+    Ok(())
+}
+
+fn text(planned: &Planned) -> String {
+    let mut text = format!(
+        "plan of a streamed step: {}, {}, {}, forebay {}\n\n{}\n",
+        planned.rule,
+        planned.model,
+        planned.dtype.describe(),
+        planned.version,
+        planned.plan
+    );
+    let mut lines = vec![
+        (
+            "state per step",
+            format!("{} bytes per parameter, {} each way", planned.state_bytes_per_param, size(planned.payload_bytes)),
+        ),
+        (
+            "on the device",
+            format!(
+                "ring {}, weights and gradients {} ({} bytes per parameter)",
+                size(planned.ring_bytes),
+                size(planned.weight_and_grad_bytes),
+                2 * planned.dtype.bytes()
+            ),
+        ),
+        ("on the host", format!("{} of pinned memory", size(planned.host_bytes))),
+    ];
+    if let (Some(gbps), Some(seconds)) = (planned.wire_gbps, planned.floor_step_s) {
+        let rate = planned.params as f64 / seconds / 1e9;
+        lines.push(("floor", format!("{:.1} ms at {gbps} GB/s each way, {rate:.3} Gparam/s", seconds * 1e3)));
+    }
+    rows(&mut text, &lines);
+    text
+}

@@ -1,0 +1,3 @@
+//! What tests of this crate and of the crates above it share.
+
+pub mod bench;

@@ -1,0 +1,21 @@
+//! How bytes move: streams, the marks that order them, and the slots and queues that bound what is under way.
+//!
+//! - [`InFlight`] is a value with the mark that ends the device's use of it; every mover passes memory on as that.
+//! - `Marks` are the points in streams that say so; `Ring` holds slots that are used again in the order in which they
+//!   come back.
+//! - [`Pipeline`] moves chunks through a ring: fetch, update, store. `Lane` makes one direction's copies in the order in
+//!   which they are asked for through its `Queue`.
+
+mod in_flight;
+pub(crate) mod lane;
+pub(crate) mod marks;
+mod pipeline;
+pub(crate) mod queue;
+pub(crate) mod ring;
+
+pub use in_flight::InFlight;
+pub(crate) use lane::{CopyJob, Lane, QueuedCopy};
+pub(crate) use marks::{Mark, Marks};
+pub use pipeline::{Pipeline, RunStats, Slot};
+pub(crate) use queue::Cancelled;
+pub(crate) use ring::Ring;

@@ -1,0 +1,610 @@
+//! Updates on the host: gradients are copied to the host through a pinned ring, the host's threads update the state where
+//! it lives, and the new weights are copied back.
+//!
+//! ```text
+//! gradient, weight ==down==> [pinned slot] --threads: state, master, weight--> [same slot] ==up==> weight
+//!                 stream D                                                    stream U
+//! ```
+//!
+//! One thread drives: it submits the copy down of a chunk, starts the update of the one before, and submits the copy up
+//! of the one before that when its update has ended. So the threads always have a chunk to work on and one waiting, and
+//! at most as many chunks as there are slots are under way. What orders the streams:
+//! - the copy down waits for the caller's stream as it was when the step began;
+//! - the host waits for the copy down, then for its threads, then submits the copy up;
+//! - the caller's stream waits for the last copy up, so what it does after the step sees the new weights.
+//!
+//! Beside a streamed half, D is its store stream and U its fetch stream; see [Note: one queue for each direction].
+//!
+//! A slot takes as many chunks in a row as its bytes hold: gradient and weight are fewer bytes than the state that a chunk
+//! is measured by, and few large copies keep a wire busier than many small ones.
+//!
+//! Parameters that lie on the host are updated in place and touch neither slots nor streams.
+//!
+//! Weights are copied down too. A master is replaced by a weight that is not its rounding, and only the weight itself can
+//! show that: torch's version counters do not see what is written through `.data`.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
+use std::time::Instant;
+
+use forebay_device::{
+    ALIGN_BYTES, Error as DeviceError, HostOptions, HostThreads, HostUpdate, HostWork, Region, Scalars, SharedDevice,
+    Slab, SlabLayout, Stream,
+};
+use serde::Serialize;
+
+use super::hybrid::Claims;
+use super::segments::{Operand, StepInputs, TableStep};
+use crate::error::{Error, Result};
+use crate::flow::ring::Ring;
+use crate::flow::{InFlight, Mark, Marks, Pipeline};
+use crate::memory::{Allocator, Lease};
+use crate::plan::{Chunk, Piece};
+use crate::sync::{Mutex, lock};
+
+/// How many chunks may be on their way down, and how many in the threads' hands, when the next slot is asked for. One
+/// slot has to be left for that: whoever held them all would wait for ever.
+fn depths(slots: usize) -> (usize, usize) {
+    match slots {
+        // Nothing comes down, and no slot is asked for.
+        0 => (0, 2),
+        1..=2 => (0, 1),
+        3 => (1, 1),
+        4..=5 => (1, 2),
+        6..=7 => (2, 2),
+        _ => (3, 2),
+    }
+}
+
+/// How many times more chunks are taken at once where parameters lie on the host.
+const IN_PLACE: u64 = 16;
+
+/// The streams of a step.
+///
+/// [Note: one queue for each direction] A copy engine seems to stay with a stream for as long as that one has copies ready, and
+/// a streamed step always has stores ready where the wire is its limit. Gradients on a stream of their own were seen to
+/// wait until the streamed half was done. In one stream copies run in the order in which they were submitted, so each half gets what it
+/// asks for: at most the streamed half's slots are ahead of a gradient.
+struct Directions<'a> {
+    down: &'a Stream,
+    up: &'a Stream,
+}
+
+/// Weights and gradients start at multiples of this in a slot: a line of the cache.
+const SLOT_ALIGN_BYTES: u64 = 64;
+
+/// An f32 each for scale and skip.
+const FLAG_BYTES: [u64; 2] = [4; 2];
+
+fn ring_parts(slots: usize, slot_bytes: u64) -> Vec<u64> {
+    vec![slot_bytes.next_multiple_of(ALIGN_BYTES); 2 * slots]
+}
+
+/// What the host's part of one step did.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct HostStats {
+    /// Chunks updated on the host.
+    pub chunks: u64,
+    /// Bytes of state updated there.
+    pub state_bytes: u64,
+    /// Bytes copied down in the step.
+    pub down_bytes: u64,
+    /// Bytes that went up.
+    pub up_bytes: u64,
+    /// Time from the first chunk to the last.
+    pub run_ns: u64,
+    /// How long the driver waited for the wire: for gradients, and for slots whose weights were still going up.
+    pub wire_wait_ns: u64,
+    /// How long it waited for the threads.
+    pub update_wait_ns: u64,
+}
+
+#[derive(Debug)]
+struct LaneSlot {
+    region: Region,
+    landed: Arc<Mark>,
+    sent: Arc<Mark>,
+}
+
+/// The host's threads, a pinned ring and two streams; several states may share them.
+#[derive(Debug)]
+pub(super) struct HostLane {
+    device: SharedDevice,
+    threads: HostThreads,
+    marks: Arc<Marks>,
+    ring: Ring<usize, Arc<Mark>>,
+    slots: Vec<LaneSlot>,
+    down: Stream,
+    up: Stream,
+    /// What the caller's stream had reached when the step began; and the end of the last copy up.
+    ready: Arc<Mark>,
+    ended: Arc<Mark>,
+    /// Scale and skip of the step, brought down.
+    flags: Lease<Slab>,
+    flags_landed: Arc<Mark>,
+    stats: Mutex<HostStats>,
+    slot_bytes: u64,
+    /// The slots' memory; nothing where all parameters lie on the host.
+    slab: Option<Lease<Slab>>,
+}
+
+/// A slot of the lane, owned until dropped. It goes back with the mark that ends what was accepted of its work.
+struct HeldSlot<'a> {
+    lane: &'a HostLane,
+    index: usize,
+    end: Option<Arc<Mark>>,
+}
+
+impl<'a> HeldSlot<'a> {
+    fn slot(&self) -> &LaneSlot {
+        &self.lane.slots[self.index]
+    }
+
+    /// Submits copies to or from the slot; `end` marks their end, also where some were refused.
+    fn transfer(
+        mut self,
+        stream: &Stream,
+        pairs: &[(Region, Region)],
+        end: fn(&LaneSlot) -> &Arc<Mark>,
+    ) -> Result<InFlight<Self>> {
+        let end = end(self.slot()).clone();
+        let outcome = self.lane.device.copy_all(stream, pairs);
+        let recorded = end.record(stream);
+        self.end = Some(end.clone());
+        outcome?;
+        recorded?;
+        Ok(InFlight::until(self, end))
+    }
+}
+
+impl Drop for HeldSlot<'_> {
+    fn drop(&mut self) {
+        self.lane.ring.release(self.index, self.end.take());
+    }
+}
+
+/// Consecutive elements of one tensor that has a gradient.
+struct TensorRun {
+    tensor: usize,
+    offset: u64,
+    elements: u64,
+    /// Where weight and gradient lie in the slot.
+    weight_at: u64,
+    grad_at: u64,
+}
+
+impl TensorRun {
+    /// These elements of a tensor.
+    fn of(&self, tensor: &Region, width: u64) -> Result<Region> {
+        Ok(tensor.slice(self.offset * width, self.elements * width)?)
+    }
+
+    /// Their weights in a slot.
+    fn weight(&self, held: &HeldSlot<'_>, width: u64) -> Result<Region> {
+        Ok(held.slot().region.slice(self.weight_at, self.elements * width)?)
+    }
+
+    /// Their gradients in a slot.
+    fn grad(&self, held: &HeldSlot<'_>, width: u64) -> Result<Region> {
+        Ok(held.slot().region.slice(self.grad_at, self.elements * width)?)
+    }
+}
+
+/// Chunks under way: first their slot is in flight to the host, then it is with the threads.
+struct Passage<'a, S> {
+    table: TableStep<'a>,
+    chunks: &'a [Chunk],
+    runs: Vec<TensorRun>,
+    /// None for parameters on the host.
+    slot: Option<S>,
+}
+
+impl HostLane {
+    /// Starts the threads and pins the ring; no slots are enough where all parameters lie on the host.
+    pub(super) fn new(memory: &Allocator, options: &HostOptions, slots: usize, slot_bytes: u64) -> Result<Self> {
+        let device = memory.device().clone();
+        let marks = Marks::new(device.clone());
+        let mut lane = Self {
+            threads: HostThreads::new(options)?,
+            ring: Ring::new(0..0),
+            slots: Vec::new(),
+            down: device.stream("down")?,
+            up: device.stream("up")?,
+            ready: marks.take()?,
+            ended: marks.take()?,
+            flags: memory.pin(&FLAG_BYTES)?,
+            flags_landed: marks.take()?,
+            marks,
+            stats: Mutex::default(),
+            slot_bytes,
+            slab: None,
+            device,
+        };
+        lane.open_ring(memory, slots)?;
+        Ok(lane)
+    }
+
+    /// Pins the ring where there is none yet: twice as many slots as there are in a plan, of its size. A slot spends most
+    /// of its time waiting, first for its turn on the copy down and then on the copy up.
+    pub(super) fn open_ring(&mut self, memory: &Allocator, slots: usize) -> Result<()> {
+        if slots == 0 || self.slab.is_some() {
+            return Ok(());
+        }
+        let slab = memory.pin(&ring_parts(slots, self.slot_bytes))?;
+        let slot = |i| -> Result<LaneSlot> {
+            Ok(LaneSlot { region: slab.part(i)?, landed: self.marks.take()?, sent: self.marks.take()? })
+        };
+        self.slots = (0..2 * slots).map(slot).collect::<Result<_>>()?;
+        self.ring = Ring::new(0..2 * slots);
+        self.slab = Some(slab);
+        Ok(())
+    }
+
+    /// Bytes that a lane with so many slots pins.
+    pub(super) fn bytes_to_pin(slots: usize, slot_bytes: u64) -> Result<u64> {
+        let ring = if slots == 0 { 0 } else { SlabLayout::new(&ring_parts(slots, slot_bytes))?.bytes() };
+        Ok(SlabLayout::new(&FLAG_BYTES)?.bytes() + ring)
+    }
+
+    /// The threads.
+    pub(super) fn threads(&self) -> &HostThreads {
+        &self.threads
+    }
+
+    /// Pinned bytes, nearly all of them the ring's.
+    pub(super) fn pinned_bytes(&self) -> u64 {
+        self.flags.bytes() + self.slab.as_ref().map_or(0, |slab| slab.bytes())
+    }
+
+    /// Slots that nobody owns; all of them between steps.
+    pub(super) fn idle_slots(&self) -> usize {
+        self.ring.idle()
+    }
+
+    /// What the last step did.
+    pub(super) fn stats(&self) -> HostStats {
+        *lock(&self.stats)
+    }
+
+    /// Blocks until every copy down and up has ended.
+    pub(super) fn drain(&self) -> Result<()> {
+        self.ring.settle()
+    }
+
+    /// Brings a gradient down before the step, after what `stream` was given so far. The caller keeps the gradient as
+    /// it is until a step or [`Self::finish_landing`] has ended.
+    pub(super) fn land(&self, grad: &Region, into: &Region, stream: &Stream) -> Result<()> {
+        self.ready.record(stream)?;
+        self.ready.wait(&self.down)?;
+        Ok(self.device.copy(&self.down, grad, into)?)
+    }
+
+    /// Blocks until the gradients under way have arrived.
+    pub(super) fn finish_landing(&self) -> Result<()> {
+        let recorded = self.flags_landed.record(&self.down);
+        // Also after a refusal: the gradients may be freed when this returns.
+        self.wait_for_landing().and(recorded)
+    }
+
+    /// The same for those from before [`Self::begin`].
+    pub(super) fn wait_for_landing(&self) -> Result<()> {
+        self.flags_landed.synchronize()
+    }
+
+    /// The pipeline's streams where there is one, and else this lane's own.
+    fn directions<'a>(&'a self, pipeline: Option<&'a Pipeline>) -> Directions<'a> {
+        match pipeline {
+            Some(pipeline) => Directions { down: pipeline.store_stream(), up: pipeline.fetch_stream() },
+            None => Directions { down: &self.down, up: &self.up },
+        }
+    }
+
+    /// Begins a step: what comes down waits for what the caller's stream was given so far. What goes up need not: it is
+    /// submitted after its copies down have been waited for.
+    pub(super) fn begin(&self, inputs: &StepInputs, compute: &Stream, pipeline: Option<&Pipeline>) -> Result<()> {
+        *lock(&self.stats) = HostStats::default();
+        self.ready.record(compute)?;
+        self.ready.wait(&self.down)?;
+        self.ready.wait(self.directions(pipeline).down)?;
+        for (i, flag) in [&inputs.grad_scale, &inputs.skip].into_iter().enumerate() {
+            if let Some(flag) = flag {
+                self.device.copy(&self.down, flag, &self.flags.part(i)?)?;
+            }
+        }
+        // Also without flags: gradients that were copied earlier are there when this is reached.
+        self.flags_landed.record(&self.down)
+    }
+
+    /// Ends a step: what the caller's stream is given from now on sees the new weights.
+    pub(super) fn end(&self, compute: &Stream, pipeline: Option<&Pipeline>) -> Result<()> {
+        let recorded = self.ended.record(self.directions(pipeline).up);
+        // Also after a refusal: weights may still be on their way.
+        self.ended.wait(compute).and(recorded)
+    }
+
+    /// Updates the chunks that it can claim. Between [`Self::begin`] and [`Self::end`]. Lets go of `first` when its first
+    /// copies are submitted.
+    pub(super) fn run(
+        &self,
+        tables: &[TableStep<'_>],
+        claims: &Claims,
+        inputs: &StepInputs,
+        pipeline: Option<&Pipeline>,
+        first: Option<Sender<()>>,
+    ) -> Result<()> {
+        let _entered = self.device.enter()?;
+        let start = Instant::now();
+        let step = Step {
+            inputs,
+            scalars: inputs.scalars.as_slice().into(),
+            flags: None,
+            first,
+            directions: self.directions(pipeline),
+            pipeline,
+            landing: VecDeque::new(),
+            updating: VecDeque::new(),
+            stats: HostStats::default(),
+            lane: self,
+        };
+        let stats = step.drive(tables, claims)?;
+        *lock(&self.stats) = HostStats { run_ns: start.elapsed().as_nanos() as u64, ..stats };
+        Ok(())
+    }
+
+    /// Scale and skip of the step, once they were copied to the host.
+    fn read_flags(&self, inputs: &StepInputs) -> Result<Flags> {
+        self.wait_for_landing()?;
+        let flag = |given: &Option<Region>, i: usize| -> Result<Option<f32>> {
+            Ok(match given {
+                Some(_) => super::read_f32(&self.device, &self.flags.part(i)?)?.first().copied(),
+                None => None,
+            })
+        };
+        let (scale, skip) = (flag(&inputs.grad_scale, 0)?, flag(&inputs.skip, 1)?);
+        Ok(Flags { grad_scale: scale.unwrap_or(1.0), skip: skip.is_some_and(|skip| skip != 0.0) })
+    }
+}
+
+impl Drop for HostLane {
+    /// Slots may still be on their way up, from memory that goes with this.
+    fn drop(&mut self) {
+        let _ = self.drain();
+    }
+}
+
+/// What the device knows about a step and the host has to be told.
+#[derive(Clone, Copy)]
+struct Flags {
+    grad_scale: f32,
+    skip: bool,
+}
+
+/// The chunks under way in one step.
+struct Step<'a> {
+    lane: &'a HostLane,
+    inputs: &'a StepInputs,
+    scalars: Arc<[Scalars]>,
+    /// Not known before the first update: copies set out without them.
+    flags: Option<Flags>,
+    first: Option<Sender<()>>,
+    directions: Directions<'a>,
+    /// The streamed half of a hybrid step, whose stores into a chunk must have ended before the host updates it.
+    pipeline: Option<&'a Pipeline>,
+    landing: VecDeque<Passage<'a, InFlight<HeldSlot<'a>>>>,
+    updating: VecDeque<(Passage<'a, HeldSlot<'a>>, HostWork)>,
+    stats: HostStats,
+}
+
+impl Drop for Step<'_> {
+    /// After a failure: slots go back only when the threads are done with them, and nothing is read any more.
+    fn drop(&mut self) {
+        let _ = self.wait_for_landing();
+        for (passage, work) in self.updating.drain(..) {
+            let _ = self.lane.device.finish_on_host(work);
+            drop(passage);
+        }
+    }
+}
+
+impl<'a> Step<'a> {
+    fn drive(mut self, tables: &[TableStep<'a>], claims: &Claims) -> Result<HostStats> {
+        let (landing, updating) = depths(self.lane.slots.len());
+        let capacity = self.lane.slot_bytes;
+        let fits = |table: usize, chunks: Range<usize>| {
+            let (table, plan) = (tables[table], tables[table].plan());
+            let (all, bucket) = (&plan.chunks()[chunks.clone()], plan.chunks()[chunks.start].bucket);
+            // What stays where it is needs no slot; fewer and larger jobs then wake the driver less often.
+            let room = if plan.buckets()[bucket].on_host { IN_PLACE * capacity } else { capacity };
+            all.iter().map(|chunk| operand_bytes(table, chunk)).sum::<u64>() <= room
+                && all.iter().all(|chunk| chunk.bucket == bucket)
+        };
+        while !self.flags.is_some_and(|flags| flags.skip)
+            && let Some((table, chunks)) = claims.back(fits)
+        {
+            let table = tables[table];
+            let passage = self.copy_down(table, &table.plan().chunks()[chunks])?;
+            self.landing.push_back(passage);
+            self.advance(landing, updating)?;
+        }
+        self.advance(0, 0)?;
+        // Also where there was nothing to update: copies that began before the step have ended when it ends.
+        self.flags()?;
+        Ok(self.stats)
+    }
+
+    /// Starts and finishes the oldest chunks until no more than so many are left in each state.
+    fn advance(&mut self, landing: usize, updating: usize) -> Result<()> {
+        while self.landing.len() > landing {
+            if self.flags()?.skip {
+                return self.wait_for_landing();
+            }
+            if let Some(passage) = self.landing.pop_front() {
+                let started = self.start(passage)?;
+                self.updating.push_back(started);
+            }
+            self.finish_beyond(updating)?;
+        }
+        self.finish_beyond(updating)
+    }
+
+    /// Lets go of chunks whose gradients and weights are still coming down, once they have: whoever owns those may free
+    /// them when the step has ended.
+    fn wait_for_landing(&mut self) -> Result<()> {
+        let mut outcome = Ok(());
+        for slot in self.landing.drain(..).filter_map(|passage| passage.slot) {
+            // All of them, also after a failure.
+            outcome = outcome.and(slot.wait().map(drop));
+        }
+        outcome
+    }
+
+    fn flags(&mut self) -> Result<Flags> {
+        drop(self.first.take());
+        if self.flags.is_none() {
+            self.flags = Some(self.lane.read_flags(self.inputs)?);
+        }
+        Ok(self.flags.unwrap_or(Flags { grad_scale: 1.0, skip: false }))
+    }
+
+    fn finish_beyond(&mut self, updating: usize) -> Result<()> {
+        while self.updating.len() > updating {
+            if let Some((passage, work)) = self.updating.pop_front() {
+                let since = Instant::now();
+                let outcome = self.lane.device.finish_on_host(work);
+                self.stats.update_wait_ns += since.elapsed().as_nanos() as u64;
+                outcome?;
+                self.copy_up(passage)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Submits the copy down of gradients and weights.
+    fn copy_down(&mut self, table: TableStep<'a>, chunks: &'a [Chunk]) -> Result<Passage<'a, InFlight<HeldSlot<'a>>>> {
+        let runs = runs(table, chunks);
+        if chunks.first().is_some_and(|chunk| table.plan().buckets()[chunk.bucket].on_host) {
+            return Ok(Passage { table, chunks, runs, slot: None });
+        }
+        if self.lane.slots.is_empty() {
+            return Err(Error::Device(DeviceError::ZeroSize { what: "the host's ring" }));
+        }
+        let since = Instant::now();
+        let (index, _) = self.lane.ring.acquire()?;
+        self.stats.wire_wait_ns += since.elapsed().as_nanos() as u64;
+        let held = HeldSlot { lane: self.lane, index, end: None };
+        let mut pairs = Vec::with_capacity(2 * runs.len());
+        for run in &runs {
+            let Some(binding) = table.binding(run.tensor) else { continue };
+            if table.landed(run.tensor).is_none() {
+                let width = binding.grad_dtype.bytes();
+                pairs.push((run.of(&binding.grad, width)?, run.grad(&held, width)?));
+            }
+            let width = binding.weight_dtype.bytes();
+            pairs.push((run.of(&binding.weight, width)?, run.weight(&held, width)?));
+        }
+        self.stats.down_bytes += pairs.iter().map(|(from, _)| from.bytes()).sum::<u64>();
+        let slot = held.transfer(self.directions.down, &pairs, |slot| &slot.landed)?;
+        Ok(Passage { table, chunks, runs, slot: Some(slot) })
+    }
+
+    /// Waits for the copy down and gives all of it to the threads.
+    fn start(&mut self, passage: Passage<'a, InFlight<HeldSlot<'a>>>) -> Result<(Passage<'a, HeldSlot<'a>>, HostWork)> {
+        let Passage { table, chunks, runs, slot } = passage;
+        let since = Instant::now();
+        let slot = slot.map(InFlight::wait).transpose()?;
+        self.stats.wire_wait_ns += since.elapsed().as_nanos() as u64;
+        for chunk in chunks {
+            let regions = table.table.chunk(chunk)?;
+            if let Some(pipeline) = self.pipeline {
+                regions.iter().try_for_each(|region| pipeline.settle(region))?;
+            }
+            table.table.protect(&regions);
+            self.stats.chunks += 1;
+            self.stats.state_bytes += table.payload_bytes(chunk);
+        }
+        let mut segments = Vec::with_capacity(runs.len());
+        for run in &runs {
+            let Some(binding) = table.binding(run.tensor) else { continue };
+            let (width, grad_width) = (binding.weight_dtype.bytes(), binding.grad_dtype.bytes());
+            let find = |operand: Operand, index: usize| match (operand, &slot) {
+                (Operand::Weight, Some(held)) => run.weight(held, width),
+                (Operand::Weight, None) => run.of(&binding.weight, width),
+                (Operand::Grad, held) => match (table.landed(run.tensor), held) {
+                    (Some(landed), _) => run.of(landed, grad_width),
+                    (None, Some(held)) => run.grad(held, grad_width),
+                    (None, None) => run.of(&binding.grad, grad_width),
+                },
+                (Operand::Column(_) | Operand::Master, _) => {
+                    let column = table.table.columns(run.tensor)[index];
+                    let all = table.table.tensor(run.tensor, index)?;
+                    Ok(all.slice(column.bytes(run.offset), column.bytes(run.elements))?)
+                }
+            };
+            segments.extend(table.segment(run.tensor, run.offset, find)?);
+        }
+        let (scalars, grad_scale) = (self.scalars.clone(), self.flags()?.grad_scale);
+        let update = HostUpdate { rule: table.table.rule(), segments, scalars, grad_scale, follow_weights: true };
+        let work = self.lane.device.update_on_host(&self.lane.threads, update)?;
+        Ok((Passage { table, chunks, runs, slot }, work))
+    }
+
+    /// Submits the copy up of the new weights.
+    fn copy_up(&mut self, passage: Passage<'a, HeldSlot<'a>>) -> Result<()> {
+        let Passage { table, runs, slot, .. } = passage;
+        let Some(held) = slot else { return Ok(()) };
+        let mut pairs = Vec::with_capacity(runs.len());
+        for run in &runs {
+            let Some(binding) = table.binding(run.tensor) else { continue };
+            let width = binding.weight_dtype.bytes();
+            pairs.push((run.weight(&held, width)?, run.of(&binding.weight, width)?));
+        }
+        self.stats.up_bytes += pairs.iter().map(|(from, _)| from.bytes()).sum::<u64>();
+        // Back to the ring, with the mark that ends the copies.
+        let (mut held, end) = held.transfer(self.directions.up, &pairs, |slot| &slot.sent)?.into_parts();
+        held.end = end;
+        Ok(())
+    }
+}
+
+/// The pieces of a chunk whose tensors have a gradient, with the bytes of an element of their weights and gradients.
+fn members<'a>(table: TableStep<'a>, chunk: &'a Chunk) -> impl Iterator<Item = (&'a Piece, [u64; 2])> {
+    table.plan().pieces(chunk).iter().filter_map(move |piece| {
+        let binding = table.binding(piece.tensor)?;
+        Some((piece, [binding.weight_dtype.bytes(), binding.grad_dtype.bytes()]))
+    })
+}
+
+/// Bytes of a slot that a chunk's weights and gradients need at most.
+fn operand_bytes(table: TableStep<'_>, chunk: &Chunk) -> u64 {
+    let aligned = |piece: &Piece, width: u64| (piece.elements * width).next_multiple_of(SLOT_ALIGN_BYTES);
+    members(table, chunk).map(|(piece, widths)| widths.map(|width| aligned(piece, width)).iter().sum::<u64>()).sum()
+}
+
+/// The tensors' parts in consecutive chunks, what continues from chunk to chunk put together, each with its place.
+fn runs(table: TableStep<'_>, chunks: &[Chunk]) -> Vec<TensorRun> {
+    let mut runs: Vec<(TensorRun, [u64; 2])> = Vec::new();
+    for (piece, widths) in chunks.iter().flat_map(|chunk| members(table, chunk)) {
+        match runs.last_mut() {
+            Some((run, _)) if run.tensor == piece.tensor && run.offset + run.elements == piece.tensor_offset => {
+                run.elements += piece.elements;
+            }
+            _ => {
+                let (tensor, offset, elements) = (piece.tensor, piece.tensor_offset, piece.elements);
+                runs.push((TensorRun { tensor, offset, elements, weight_at: 0, grad_at: 0 }, widths));
+            }
+        }
+    }
+    let mut end = 0u64;
+    let mut place = |bytes: u64| {
+        let start = end;
+        end = (start + bytes).next_multiple_of(SLOT_ALIGN_BYTES);
+        start
+    };
+    for (run, [weight_width, grad_width]) in &mut runs {
+        run.weight_at = place(run.elements * *weight_width);
+        run.grad_at = place(run.elements * *grad_width);
+    }
+    runs.into_iter().map(|(run, _)| run).collect()
+}

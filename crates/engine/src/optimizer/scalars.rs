@@ -1,0 +1,189 @@
+//! The numbers of one step: a set of scalars for each group and step count that occur, from one table of `beta^t` for
+//! every placement.
+
+use std::collections::HashMap;
+
+use forebay_device::{Buffer, Event, Kernel, Moment, Rule, Scalars, SharedDevice, Slab, Stream};
+
+use crate::error::{Error, Result};
+use crate::memory::{Allocator, Lease};
+
+/// Bytes of a power, an f32.
+const POWER_BYTES: u64 = 4;
+
+/// The sets of scalars of one step.
+pub(super) struct ScalarSets<'a> {
+    rule: &'static Rule,
+    groups: &'a [Vec<f64>],
+    /// The set found last: neighbours mostly share one.
+    last: Option<(SetKey, u32)>,
+    index: HashMap<SetKey, u32>,
+    pub(super) scalars: Vec<Scalars>,
+}
+
+/// What tells sets apart.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct SetKey {
+    group: u32,
+    step: u64,
+    /// Whether the parameter's elements are a multiple of 4, for rules to which that matters.
+    fours: bool,
+}
+
+impl<'a> ScalarSets<'a> {
+    /// None yet. A group is its numbers in the order of [`Rule::hypers`].
+    pub(super) fn new(rule: &'static Rule, groups: &'a [Vec<f64>]) -> Result<Self> {
+        let wanted = rule.hypers.len();
+        if let Some((group, found)) = groups.iter().enumerate().find(|(_, hypers)| hypers.len() != wanted) {
+            return Err(Error::InvalidOption {
+                option: "group",
+                value: format!("{} numbers in group {group}", found.len()),
+                remedy: format!("{} takes {wanted}: {}", rule.name, rule.hypers.join(", ")),
+            });
+        }
+        Ok(Self { rule, groups, last: None, index: HashMap::new(), scalars: Vec::new() })
+    }
+
+    /// The set of a parameter of so many elements at its next update; advances its counter if the rule counts it.
+    pub(super) fn advance(&mut self, powers: &mut Powers, group: u32, steps: &mut f32, elements: u64) -> Result<u32> {
+        let Some(hypers) = self.groups.get(group as usize) else {
+            return Err(Error::InvalidOption {
+                option: "group",
+                value: group.to_string(),
+                remedy: format!("there are {}", self.groups.len()),
+            });
+        };
+        if (self.rule.counts)(hypers) {
+            *steps += 1.0;
+        }
+        let fours = elements.is_multiple_of(4) && (self.rule.by_elements)(hypers);
+        let key = SetKey { group, step: *steps as u64, fours };
+        if let Some((last, index)) = self.last
+            && last == key
+        {
+            return Ok(index);
+        }
+        let index = match self.index.get(&key) {
+            Some(&index) => index,
+            None => {
+                self.scalars.push(powers.scalars(self.rule, hypers, key.step, elements)?);
+                self.scalars.len() as u32 - 1
+            }
+        };
+        self.index.insert(key, index);
+        self.last = Some((key, index));
+        Ok(index)
+    }
+}
+
+/// Exponents computed at a time. The host waits for the device once for each beta and so many steps.
+const BLOCK: u64 = 4096;
+
+/// Runs of powers that are kept. A schedule that moves a beta asks for another one in every step, for ever.
+const KEPT: usize = 64;
+
+/// Powers of one beta, from one exponent on.
+#[derive(Debug)]
+struct PowerRun {
+    beta: u32,
+    first: u64,
+    values: Vec<f32>,
+}
+
+/// Powers as the device computes them, kept on the host.
+#[derive(Debug)]
+pub(super) struct Powers {
+    device: SharedDevice,
+    stream: Stream,
+    scratch: Buffer,
+    landing: Lease<Slab>,
+    done: Event,
+    /// The one used last comes first.
+    runs: Vec<PowerRun>,
+}
+
+impl Powers {
+    /// Allocates what filling the table needs.
+    pub(super) fn new(memory: &Allocator) -> Result<Self> {
+        let device = memory.device().clone();
+        Ok(Self {
+            stream: device.stream("powers")?,
+            scratch: memory.alloc(BLOCK * POWER_BYTES)?,
+            landing: memory.pin(&[BLOCK * POWER_BYTES])?,
+            done: device.event()?,
+            runs: Vec::new(),
+            device,
+        })
+    }
+
+    /// `beta^t`.
+    fn power(&mut self, beta: f32, t: u64) -> Result<f32> {
+        let bits = beta.to_bits();
+        let place = |run: &PowerRun| (run.beta == bits && t >= run.first).then(|| (t - run.first) as usize);
+        let has = |run: &PowerRun| place(run).is_some_and(|at| at < run.values.len());
+        match self.runs.iter().position(has) {
+            Some(at) => self.runs[..=at].rotate_right(1),
+            None => {
+                // The first time, one is enough: the beta may never be seen again.
+                let known = self.runs.iter().any(|run| run.beta == bits);
+                let (first, count) = if known { (t / BLOCK * BLOCK, BLOCK) } else { (t, 1) };
+                let values = self.compute(beta, first, count)?;
+                self.runs.truncate(KEPT - 1);
+                self.runs.insert(0, PowerRun { beta: bits, first, values });
+            }
+        }
+        Ok(self.runs[0].values[(t - self.runs[0].first) as usize])
+    }
+
+    /// A group's scalars at one step, for a parameter of so many elements.
+    fn scalars(&mut self, rule: &Rule, hypers: &[f64], step: u64, elements: u64) -> Result<Scalars> {
+        let powers = rule.powers.iter().map(|&i| self.power(hypers[i] as f32, step)).collect::<Result<Vec<f32>>>()?;
+        Ok((rule.scalars)(&Moment { hypers, powers: &powers, step, elements }))
+    }
+
+    fn compute(&self, beta: f32, first: u64, count: u64) -> Result<Vec<f32>> {
+        let bytes = count * POWER_BYTES;
+        let (scratch, landing) = (self.scratch.region(0, bytes)?, self.landing.part(0)?.slice(0, bytes)?);
+        self.device.launch(&self.stream, &Kernel::Powers { dst: scratch.clone(), beta, first })?;
+        self.device.copy(&self.stream, &scratch, &landing)?;
+        self.device.record(&self.done, &self.stream)?;
+        self.device.synchronize(&self.done)?;
+        super::read_f32(&self.device, &landing)
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    fn powers() -> Powers {
+        Powers::new(&Allocator::new(forebay_device::open("cpu").unwrap())).unwrap()
+    }
+
+    #[test]
+    fn a_beta_that_moves_in_every_step_needs_no_more_memory() {
+        let mut powers = powers();
+        for t in 1..=1000 {
+            let beta = 0.8 + t as f32 * 1e-4;
+            assert_eq!(powers.power(beta, t).unwrap(), powers.compute(beta, t, 1).unwrap()[0]);
+            // One that stays beside it.
+            assert_eq!(powers.power(0.999, t).unwrap(), powers.compute(0.999, t, 1).unwrap()[0]);
+        }
+        let kept: usize = powers.runs.iter().map(|run| run.values.len()).sum();
+        assert!(powers.runs.len() == KEPT && kept < 2 * BLOCK as usize, "{} runs of {kept} values", powers.runs.len());
+    }
+
+    #[test]
+    fn a_beta_that_stays_is_computed_once_in_a_block() {
+        let mut powers = powers();
+        // Steps of several tensors, apart from each other and across the ends of blocks.
+        let mut seen = Vec::new();
+        for t in (1..3 * BLOCK).flat_map(|t| [t, t + 100]) {
+            let power = powers.power(0.9, t).unwrap();
+            assert!(seen.is_empty() || t % 997 != 0 || power == powers.compute(0.9, t, 1).unwrap()[0]);
+            seen = powers.runs.iter().map(|run| (run.first, run.values.len() as u64)).collect();
+        }
+        seen.sort_unstable();
+        assert_eq!(seen, [(0, BLOCK), (1, 1), (BLOCK, BLOCK), (2 * BLOCK, BLOCK), (3 * BLOCK, BLOCK)]);
+    }
+}

@@ -1,0 +1,178 @@
+//! The memory of one update: what the caller gives for each tensor, and the one place where segments are built.
+
+use forebay_device::update::MAX_COLUMNS;
+use forebay_device::{Dtype, Region, Scalars, Segment};
+
+use super::table::StateTable;
+use crate::error::{Error, Result};
+use crate::plan::{Chunk, StepPlan, state_bytes};
+
+/// A parameter and its gradient at one step, both on the device, or both on the host where that was planned.
+#[derive(Debug, Clone)]
+pub struct Binding {
+    /// The parameter's elements.
+    pub weight: Region,
+    /// Their type.
+    pub weight_dtype: Dtype,
+    /// The gradient's elements.
+    pub grad: Region,
+    /// Their type.
+    pub grad_dtype: Dtype,
+    /// The number of the parameter's group.
+    pub group: u32,
+    /// Which set of scalars applies; the step finds it.
+    pub(super) scalars: u32,
+}
+
+impl Binding {
+    /// A parameter of a group with its gradient.
+    pub fn new((weight, weight_dtype): (Region, Dtype), (grad, grad_dtype): (Region, Dtype), group: u32) -> Self {
+        Self { weight, weight_dtype, grad, grad_dtype, group, scalars: 0 }
+    }
+}
+
+/// What the caller gives for one table at one step.
+#[derive(Debug, Clone, Default)]
+pub struct TableInput {
+    /// The tensors in the table's order. Without a gradient there is nothing, and parameter and state stay as they are.
+    pub tensors: Vec<Option<Binding>>,
+    /// For a resident table: the columns of each tensor, in the order of [`StateTable::columns`].
+    pub resident: Vec<Vec<Region>>,
+}
+
+/// What applies to all tensors of one step.
+#[derive(Debug, Clone, Default)]
+pub(super) struct StepInputs {
+    /// The sets of scalars that the bindings name.
+    pub(super) scalars: Vec<Scalars>,
+    /// An f32 on the device that every gradient is multiplied with.
+    pub(super) grad_scale: Option<Region>,
+    /// An f32 on the device; where it is not zero, nothing changes.
+    pub(super) skip: Option<Region>,
+}
+
+/// One table at one step.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct TableStep<'a> {
+    pub(super) table: &'a StateTable,
+    pub(super) input: &'a TableInput,
+    /// Gradients that were copied to the host before the step, by tensor; empty where none were.
+    pub(super) landed: &'a [Option<Region>],
+}
+
+/// What a segment is made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Operand {
+    Weight,
+    Grad,
+    /// A column of the rule, by its place in the rule.
+    Column(usize),
+    Master,
+}
+
+impl<'a> TableStep<'a> {
+    pub(super) fn plan(&self) -> &'a StepPlan {
+        self.table.plan()
+    }
+
+    pub(super) fn binding(&self, tensor: usize) -> Option<&'a Binding> {
+        self.input.tensors[tensor].as_ref()
+    }
+
+    /// A gradient that was copied to the host before the step.
+    pub(super) fn landed(&self, tensor: usize) -> Option<&'a Region> {
+        self.landed.get(tensor).and_then(Option::as_ref)
+    }
+
+    /// Builds the segment of some elements of a tensor, on every path: `find` gives the memory of each operand, and for a
+    /// column of state its place among the tensor's columns.
+    pub(super) fn segment(
+        &self,
+        tensor: usize,
+        first: u64,
+        find: impl Fn(Operand, usize) -> Result<Region>,
+    ) -> Result<Option<Segment>> {
+        let Some(binding) = self.binding(tensor) else { return Ok(None) };
+        let (mut state, mut master) = ([const { None }; MAX_COLUMNS], None);
+        for (index, &operand) in self.table.operands(tensor).iter().enumerate() {
+            let region = find(operand, index)?;
+            match operand {
+                Operand::Column(column) => state[column] = Some(region),
+                _ => master = Some(region),
+            }
+        }
+        Ok(Some(Segment {
+            weight: find(Operand::Weight, 0)?,
+            weight_dtype: binding.weight_dtype,
+            grad: find(Operand::Grad, 0)?,
+            grad_dtype: binding.grad_dtype,
+            state,
+            master,
+            first,
+            scalars: binding.scalars,
+        }))
+    }
+
+    /// Whether a chunk has a tensor with a gradient.
+    pub(super) fn has_work(&self, chunk: &Chunk) -> bool {
+        self.plan().pieces(chunk).iter().any(|piece| self.binding(piece.tensor).is_some())
+    }
+
+    /// Bytes of state in a chunk that belong to tensors with a gradient.
+    pub(super) fn payload_bytes(&self, chunk: &Chunk) -> u64 {
+        let columns = &self.plan().buckets()[chunk.bucket].columns;
+        let with_grad = self.plan().pieces(chunk).iter().filter(|piece| self.binding(piece.tensor).is_some());
+        with_grad.map(|piece| state_bytes(columns, piece.elements)).sum()
+    }
+
+    /// Refuses tensors that are not the planned ones, before anything is touched.
+    pub(super) fn check(&self) -> Result<()> {
+        let (planned, given) = (self.plan().tensors(), &self.input.tensors);
+        if given.len() != planned.len() {
+            return Err(Error::PlanMismatch {
+                tensor: format!("a list of {} tensors", given.len()),
+                reason: format!("{} were planned", planned.len()),
+            });
+        }
+        for (tensor, spec) in planned.iter().enumerate() {
+            let Some(binding) = self.binding(tensor) else { continue };
+            let mismatch = |reason: String| Err(Error::PlanMismatch { tensor: spec.name.clone(), reason });
+            let (weight, grad) = ((&binding.weight, binding.weight_dtype), (&binding.grad, binding.grad_dtype));
+            if [weight, grad].iter().any(|(region, _)| region.place().is_host() != spec.on_host) {
+                let planned = if spec.on_host { "the host" } else { "the device" };
+                return mismatch(format!("it was planned with parameter and gradient on {planned}"));
+            }
+            let elements = |(region, dtype): (&Region, Dtype)| region.bytes() / dtype.bytes();
+            if elements(weight) != spec.elements {
+                return mismatch(format!("{} elements where {} were planned", elements(weight), spec.elements));
+            }
+            if elements(grad) != spec.elements {
+                return mismatch(format!("a gradient of {} elements for {}", elements(grad), spec.elements));
+            }
+            check_memory(&spec.name, weight, grad)?;
+            if self.table.is_resident() {
+                let columns = self.input.resident.get(tensor).map_or(0, Vec::len);
+                if columns != spec.columns.len() {
+                    return mismatch(format!("{columns} columns of state where {} are kept", spec.columns.len()));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Refuses a parameter and its gradient that no kernel can work on where they lie: the first chunk in which that showed
+/// would find others updated already.
+fn check_memory(name: &str, weight: (&Region, Dtype), grad: (&Region, Dtype)) -> Result<()> {
+    let mismatch = |reason: String| Err(Error::PlanMismatch { tensor: name.to_owned(), reason });
+    for (what, (region, dtype)) in [("it", weight), ("its gradient", grad)] {
+        if !(region.addr() as u64).is_multiple_of(dtype.bytes()) {
+            let (addr, width) = (region.addr(), dtype.bytes());
+            return mismatch(format!("{what} begins at {addr:#x}, inside an element of {width} bytes; clone it"));
+        }
+    }
+    if weight.0.overlaps(grad.0) {
+        return mismatch("it shares memory with its gradient; clone the gradient".to_owned());
+    }
+    Ok(())
+}

@@ -1,0 +1,139 @@
+//! The inner loop: state streams from the host through the ring and back, a chunk at a time.
+
+use forebay_device::{Kernel, Region, Segment, Stream, Update};
+
+use super::segments::{Operand, StepInputs, TableStep};
+use crate::error::Result;
+use crate::flow::Pipeline;
+use crate::plan::Chunk;
+
+/// Updates all tensors of a table that have a gradient, on `compute`, and returns when the last update was submitted; at
+/// most as many stores as there are slots are then still under way.
+pub(super) fn run(pipeline: &Pipeline, step: TableStep<'_>, inputs: &StepInputs, compute: &Stream) -> Result<()> {
+    let _entered = pipeline.device().enter()?;
+    (0..step.plan().chunks().len()).try_for_each(|index| run_chunk(pipeline, step, index, inputs, compute))
+}
+
+/// One chunk of [`run`].
+pub(super) fn run_chunk(
+    pipeline: &Pipeline,
+    step: TableStep<'_>,
+    index: usize,
+    inputs: &StepInputs,
+    compute: &Stream,
+) -> Result<()> {
+    let chunk = &step.plan().chunks()[index];
+    if !step.has_work(chunk) {
+        return Ok(());
+    }
+    let launch = |segments: &[Segment]| {
+        let (grad_scale, skip) = (inputs.grad_scale.clone(), inputs.skip.clone());
+        let update = Update { rule: step.table.rule(), segments, scalars: &inputs.scalars, grad_scale, skip };
+        Ok(pipeline.device().launch(compute, &Kernel::Update(update))?)
+    };
+    let bucket = &step.plan().buckets()[chunk.bucket];
+    if bucket.columns.is_empty() && !bucket.on_host {
+        // Nothing travels.
+        return launch(&segments(step, chunk, None)?);
+    }
+    let (slot, prepared) = pipeline.acquire_while(|memory| -> Result<_> {
+        Ok((Route::new(step, chunk)?, segments(step, chunk, Some(memory))?))
+    })?;
+    let (Route { fetch, store }, segments) = prepared?;
+    let slot = pipeline.fetch(slot, &fetch.host, &fetch.slot)?;
+    let slot = pipeline.update(slot, compute, |_, _| launch(&segments))?;
+    step.table.protect(&store.host);
+    let slot = pipeline.store(slot, &store.slot, &store.host, index, step.payload_bytes(chunk))?;
+    pipeline.release(slot);
+    Ok(())
+}
+
+/// Copies of one stage: regions of the host, and the offset and length of each in the slot.
+struct Copies {
+    host: Vec<Region>,
+    slot: Vec<(u64, u64)>,
+}
+
+impl Copies {
+    fn push(&mut self, host: Region, slot: (u64, u64)) {
+        self.host.push(host);
+        self.slot.push(slot);
+    }
+}
+
+/// What a chunk moves: its state both ways, and for tensors on the host the gradient in and the parameter in and out.
+struct Route {
+    fetch: Copies,
+    store: Copies,
+}
+
+impl Route {
+    fn new(step: TableStep<'_>, chunk: &Chunk) -> Result<Self> {
+        let layout = step.table.in_slot(chunk);
+        let (host, slot) = (step.table.chunk(chunk)?, layout.parts());
+        let mut route = Self { fetch: Copies { host: host.clone(), slot: slot.clone() }, store: Copies { host, slot } };
+        if !step.plan().buckets()[chunk.bucket].on_host {
+            return Ok(route);
+        }
+        for piece in step.plan().pieces(chunk) {
+            let Some(binding) = step.binding(piece.tensor) else { continue };
+            for (operand, region, dtype) in
+                [(0, &binding.weight, binding.weight_dtype), (1, &binding.grad, binding.grad_dtype)]
+            {
+                let width = dtype.bytes();
+                let host = region.slice(piece.tensor_offset * width, piece.elements * width)?;
+                let slot = layout.operand(operand, piece, width);
+                if operand == 0 {
+                    route.store.push(host.clone(), slot);
+                }
+                route.fetch.push(host, slot);
+            }
+        }
+        Ok(route)
+    }
+}
+
+/// The segments of a chunk: state in the slot; weight and gradient in the slot if they travel, in place if they live on
+/// the device.
+fn segments(step: TableStep<'_>, chunk: &Chunk, slot: Option<&Region>) -> Result<Vec<Segment>> {
+    let (pieces, layout) = (step.plan().pieces(chunk), step.table.in_slot(chunk));
+    let mut segments = Vec::with_capacity(pieces.len());
+    for piece in pieces {
+        let Some(binding) = step.binding(piece.tensor) else { continue };
+        let operand = |number: usize, region: &Region, width: u64| match slot.filter(|_| region.place().is_host()) {
+            Some(slot) => {
+                let (offset, len) = layout.operand(number, piece, width);
+                Ok(slot.slice(offset, len)?)
+            }
+            None => Ok(region.slice(piece.tensor_offset * width, piece.elements * width)?),
+        };
+        let find = |wanted: Operand, index: usize| match (wanted, slot) {
+            (Operand::Weight, _) => operand(0, &binding.weight, binding.weight_dtype.bytes()),
+            (Operand::Grad, _) => operand(1, &binding.grad, binding.grad_dtype.bytes()),
+            (_, Some(slot)) => {
+                let (offset, len) = layout.column(index, piece);
+                Ok(slot.slice(offset, len)?)
+            }
+            (_, None) => step.table.tensor(piece.tensor, index),
+        };
+        segments.extend(step.segment(piece.tensor, piece.tensor_offset, find)?);
+    }
+    Ok(segments)
+}
+
+/// The segments of a resident table: whole tensors, their state where the caller has it.
+pub(super) fn resident_segments(step: TableStep<'_>) -> Result<Vec<Segment>> {
+    let mut segments = Vec::with_capacity(step.input.tensors.len());
+    for (tensor, spec) in step.plan().tensors().iter().enumerate() {
+        let Some(binding) = step.binding(tensor).filter(|_| spec.elements > 0) else { continue };
+        let find = |wanted: Operand, index: usize| {
+            Ok(match wanted {
+                Operand::Weight => binding.weight.clone(),
+                Operand::Grad => binding.grad.clone(),
+                _ => step.input.resident[tensor][index].clone(),
+            })
+        };
+        segments.extend(step.segment(tensor, 0, find)?);
+    }
+    Ok(segments)
+}

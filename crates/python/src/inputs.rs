@@ -1,0 +1,120 @@
+//! What Python gives an optimizer, as the engine takes it, and the engine's numbers as Python takes them.
+
+use std::sync::Arc;
+
+use forebay::Result;
+use forebay::device::{HostOptions, Place, Region, Rule, SharedDevice, Stream};
+use forebay::optimizer::{Binding, Number, OptimizerOptions, Placement, TableInput};
+use forebay::plan::{PlanOptions, StepPlan, TensorSpec};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::looked::{Looked, Row};
+use crate::torch::{self, Keeper};
+
+/// What one step updates in a table: parameters, their gradients, and the number of each one's group. A gradient at
+/// address 0 is none.
+pub(crate) type Tensors = (Py<Looked>, Py<Looked>, Vec<u32>);
+
+/// For tensors on the device: by table and tensor, the addresses of their columns.
+pub(crate) type Resident = Vec<Vec<Vec<u64>>>;
+
+/// The options of an optimizer, by the attributes of Python's.
+#[derive(FromPyObject)]
+pub(crate) struct Options {
+    placement: String,
+    slots: usize,
+    chunk_bytes: u64,
+    pinned_budget_bytes: Option<u64>,
+    host_fraction: Option<f64>,
+    host_threads: Option<usize>,
+    host_kernel: Option<String>,
+}
+
+impl Options {
+    pub(crate) fn parsed(self) -> Result<OptimizerOptions> {
+        Ok(OptimizerOptions {
+            placement: Placement::named(&self.placement, self.host_fraction)?,
+            plan: PlanOptions { slot_bytes: self.chunk_bytes, slots: self.slots, ..PlanOptions::default() },
+            pinned_budget_bytes: self.pinned_budget_bytes,
+            host: HostOptions { threads: self.host_threads, kernel: self.host_kernel },
+        })
+    }
+}
+
+/// A tensor for which state is to be created: name, elements, the number of its group, whether it has a master, and
+/// whether it lies on the host.
+pub(crate) type NewTensor = (String, u64, usize, bool, bool);
+
+/// The tensors of a new table, with the columns that their groups' numbers call for.
+pub(crate) fn specs(rule: &Rule, tensors: Vec<NewTensor>, hypers: &[Vec<f64>]) -> Vec<TensorSpec> {
+    let spec = |(name, elements, group, master, on_host): NewTensor| TensorSpec {
+        name,
+        elements,
+        columns: rule.kept(&hypers[group], master),
+        on_host,
+    };
+    tensors.into_iter().map(spec).collect()
+}
+
+/// Torch's stream, on backends where it has one.
+pub(crate) fn stream(device: &SharedDevice, handle: u64) -> Result<Option<Stream>> {
+    device.info().backend.is_stream_ordered().then(|| torch::stream(device, handle)).transpose()
+}
+
+/// One f32 on the device; nothing at address 0.
+pub(crate) fn scalar(device: &SharedDevice, addr: u64) -> Result<Option<Region>> {
+    (addr != 0).then(|| on_device(device, addr, 4)).transpose()
+}
+
+/// Memory on the device, which the caller holds.
+pub(crate) fn on_device(device: &SharedDevice, addr: u64, bytes: u64) -> Result<Region> {
+    let keeper: Keeper = Arc::new(());
+    torch::region(device, addr, bytes, Place::Device, &keeper)
+}
+
+/// Host memory by address and bytes, which the caller holds.
+pub(crate) fn host_regions(memory: Vec<(u64, u64)>) -> Result<Vec<Region>> {
+    let keeper: Keeper = Arc::new(());
+    memory.into_iter().map(|(addr, bytes)| torch::host_region(addr, bytes, &keeper)).collect()
+}
+
+/// A table's tensors at one step, as regions.
+pub(crate) fn table_input(
+    device: &SharedDevice,
+    plan: &StepPlan,
+    (params, grads, groups): &Tensors,
+    resident: Option<&Vec<Vec<u64>>>,
+) -> Result<TableInput> {
+    let (keeper, mut input): (Keeper, _) = (Arc::new(()), TableInput::default());
+    let rows = params.get().rows().iter().zip(grads.get().rows());
+    for (i, (spec, (param, grad))) in plan.tensors().iter().zip(rows).enumerate() {
+        let place = if spec.on_host { Place::Pageable } else { Place::Device };
+        let operand = |row: &Row| -> Result<_> {
+            Ok((torch::region(device, row.addr, row.elements * row.dtype.bytes(), place, &keeper)?, row.dtype))
+        };
+        // Without a gradient a parameter is not touched, and may have no address.
+        let bind = || Ok::<_, forebay::Error>(Binding::new(operand(param)?, operand(grad)?, groups[i]));
+        input.tensors.push((grad.addr != 0).then(bind).transpose()?);
+        if let Some(addresses) = resident.map(|resident| &resident[i]) {
+            let columns = addresses.iter().zip(&spec.columns).map(|(addr, column)| {
+                torch::region(device, *addr, column.bytes(spec.elements), Place::Device, &keeper)
+            });
+            input.resident.push(columns.collect::<Result<_>>()?);
+        }
+    }
+    Ok(input)
+}
+
+/// Numbers by name as a dict.
+pub(crate) fn dict<'py>(py: Python<'py>, named: Vec<(&'static str, Number)>) -> PyResult<Bound<'py, PyDict>> {
+    let numbers = PyDict::new(py);
+    for (name, number) in named {
+        match number {
+            Number::Count(count) => numbers.set_item(name, count)?,
+            Number::Real(real) => numbers.set_item(name, real)?,
+            Number::Flag(flag) => numbers.set_item(name, flag)?,
+        }
+    }
+    Ok(numbers)
+}

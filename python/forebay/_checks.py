@@ -1,0 +1,76 @@
+"""Checks of options. Each returns the value, or raises an error with the option, the value and a remedy."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import TYPE_CHECKING, Any, TypeVar, overload
+
+from forebay.errors import OptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Literal
+
+    T = TypeVar("T")
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number, and neither a truth value nor NaN."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+
+
+@overload
+def whole(name: str, value: Any, least: int) -> int: ...
+@overload
+def whole(name: str, value: Any, least: int, *, optional: Literal[True]) -> int | None: ...
+
+
+def whole(name: str, value: Any, least: int, *, optional: bool = False) -> int | None:
+    """Check a whole number of at least ``least``; None is allowed where it is optional."""
+    if value is None and optional:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        extra = ", or None" if optional else ""
+        raise OptionError(f"invalid {name}: {value!r}; give a whole number of at least {least}{extra}")
+    return value
+
+
+@overload
+def share(name: str, value: Any) -> float: ...
+@overload
+def share(name: str, value: Any, *, auto: bool) -> float | None: ...
+
+
+def share(name: str, value: Any, *, auto: bool = False) -> float | None:
+    """Check a part of a whole, from 0.0 to 1.0; where ``auto`` is allowed, "auto" gives None."""
+    if auto and isinstance(value, str) and value == "auto":
+        return None
+    if not is_number(value) or not 0 <= value <= 1:
+        extra = ", or 'auto'" if auto else ""
+        raise OptionError(f"invalid {name}: {value!r}; give a number from 0.0 to 1.0{extra}")
+    return float(value)
+
+
+def one_of(name: str, value: T, choices: Sequence[T]) -> T:
+    """Check that a value is one of a few."""
+    if value not in choices:
+        raise OptionError(f"invalid {name}: {value!r}; use one of {tuple(choices)}")
+    return value
+
+
+def switch(name: str, value: Any) -> bool | None:
+    """Check a switch that is True, False, or None for the default."""
+    if value not in (None, True, False):
+        raise OptionError(f"invalid {name}: {value!r}; use True, False or None")
+    return None if value is None else bool(value)
+
+
+def positive(name: str, value: Any, *, without: str) -> float | None:
+    """Check a number above zero; None is allowed, and ``without`` says what it stands for."""
+    if value is None:
+        return None
+    # Real, not float: numpy's numbers are of no type of Python's.
+    if not isinstance(value, Real) or not float(value) > 0:
+        raise OptionError(f"invalid {name}: {value!r}; give a positive number, or None {without}")
+    return float(value)

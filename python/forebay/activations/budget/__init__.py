@@ -1,0 +1,1 @@
+"""A budget of memory decides what is kept, offloaded and recomputed."""

@@ -1,0 +1,386 @@
+"""Activation offload: saved tensors are copied to the host during the forward pass and fetched during the backward."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from forebay import _checks, _device
+from forebay.activations import saved as _saved
+from forebay.activations.budget.controller import Budget
+from forebay.activations.budget.layer import PlannedLayer
+from forebay.activations.call import Begins, Ends, Layer, is_checkpointed, is_offloaded, wrap_checkpoints
+from forebay.activations.find import compiled_around, find_layers
+from forebay.activations.saved import Saver
+from forebay.errors import OptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from types import TracebackType
+
+__all__ = ["ActivationOffload", "offload_activations", "save_on_host"]
+
+_OPTIONS = (
+    "layers",
+    "min_bytes",
+    "fraction",
+    "keep_last",
+    "recompute",
+    "max_in_flight_bytes",
+    "pinned_budget_bytes",
+    "budget_bytes",
+)
+
+
+def _budget(value: Any) -> tuple[int | None, float | None]:
+    """Return a budget as bytes, or as a share of the device's memory."""
+    if isinstance(value, str) and (found := re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]+)?)%", value)):
+        share = float(found[1]) / 100
+        if 0 < share <= 1:
+            return None, share
+    elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value, None
+    raise OptionError(
+        f"invalid budget_bytes: {value!r}; give a whole number of bytes above 0 for what a pass may add to what is "
+        'allocated as it begins, or a string like "80%" for all that may be allocated of the GPU\'s memory'
+    )
+
+
+class ActivationOffload:
+    """What :func:`offload_activations` returns: it shows figures and plans, and removes the offload."""
+
+    def __init__(
+        self,
+        saver: Saver,
+        layers: list[Layer],
+        undo: list[Callable[[], None]],
+        budget: Budget | None = None,
+        idle: str | None = None,
+    ) -> None:
+        self._saver, self._layers, self._undo, self._budget = saver, layers, undo, budget
+        # Why there is nothing to do.
+        self._idle = idle
+
+    def stats(self) -> dict[str, float]:
+        """Return sums since the beginning.
+
+        Returns
+        -------
+        dict
+            ``stored_bytes``, ``fetched_bytes`` and ``kept_bytes`` of saved tensors; ``pinned_bytes`` and how many of
+            them were used at most, ``pinned_peak_bytes``; ``stalls`` and ``stall_s``, how often and how long the
+            computation waited for a copy; the present ``fraction`` and ``max_in_flight_bytes``; ``store_gbps`` and
+            ``fetch_gbps``, the rates of the copies.
+        """
+        return self._saver.stats()
+
+    def table(self) -> list[dict[str, Any]]:
+        """Return the same for each layer, with the times of the last pass that could be read.
+
+        Under a budget there is a row for each call where a pass calls a layer more than once, and ``layer`` is its
+        place in the order of the forward pass. Once there is a plan: also the ``choice``, ``planned_kept_bytes`` and
+        ``planned_offloaded_bytes``, ``predicted_forward_s`` and ``predicted_backward_s`` beside the times measured
+        under that plan; and a last row with ``layer`` None for the whole pass: ``predicted_peak_bytes``,
+        ``peak_bytes``, ``predicted_pass_s``, ``pass_s``, and the errors of both predictions, ``peak_error`` and
+        ``time_error``, as a share of what was measured. Figures that were not measured are None.
+        """
+        counts = ("stored_bytes", "fetched_bytes", "kept_bytes", "stalls")
+        times = ("stall", "forward", "backward")
+        names = (*counts, *(f"{name}_s" for name in times))
+        rows: dict[int, dict[str, Any]] = {}
+        for number, layer in enumerate(self._layers if self._budget is None else self._budget.called()):
+            about: dict[str, Any] = {"layer": number, "module": type(layer.module).__name__, "kept": layer.keep}
+            rows[number] = about | dict.fromkeys(names, 0)
+        for engine in self._saver.engines.values():
+            for stats in engine.core.table():
+                if stats.layer in rows:
+                    for name in counts:
+                        rows[stats.layer][name] += getattr(stats, name)
+                    for name in times:
+                        rows[stats.layer][f"{name}_s"] += getattr(stats, f"{name}_ns") / 1e9
+        return [*rows.values(), *self._compare(rows)]
+
+    def _compare(self, rows: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
+        """Add the plan and what was measured under it; return the row of the whole pass."""
+        figures = self._budget.figures() if self._budget is not None else None
+        if figures is None or figures.run.measured is None:
+            return []
+        plan, measured = figures.run.planned.plan, figures.run.measured
+        for number, (chosen, times) in enumerate(zip(plan.layers, measured.calls, strict=True)):
+            if number not in rows:
+                continue
+            rows[number] |= {
+                "kept": chosen.word == "keep",
+                "choice": chosen.word,
+                "planned_kept_bytes": chosen.kept_bytes,
+                "planned_offloaded_bytes": chosen.offloaded_bytes,
+                "predicted_forward_s": chosen.forward_ns / 1e9,
+                "predicted_backward_s": chosen.backward_ns / 1e9,
+                "forward_s": None if times.forward_ns is None else times.forward_ns / 1e9,
+                "backward_s": None if times.backward_ns is None else times.backward_ns / 1e9,
+            }
+        peak, seconds = measured.peak_bytes, measured.pass_s
+        return [
+            {
+                "layer": None,
+                "module": "pass",
+                "budget_bytes": plan.budget_bytes,
+                "predicted_peak_bytes": plan.peak_bytes,
+                "peak_bytes": peak,
+                "peak_error": plan.peak_bytes / peak - 1 if peak else None,
+                "predicted_pass_s": plan.pass_ns / 1e9,
+                "pass_s": seconds,
+                "time_error": plan.pass_ns / 1e9 / seconds - 1 if seconds else None,
+            }
+        ]
+
+    def plan(self) -> dict[str, Any] | None:
+        """Return the plan in force as plain data, or None where there is no budget or nothing has been planned yet."""
+        figures = self._budget.figures() if self._budget is not None else None
+        return figures.run.as_dict() if figures is not None else None
+
+    def explain(self) -> str:
+        """Return the plan of each layer as text, and how good its predictions were."""
+        if self._idle is not None:
+            return self._idle
+        if self._budget is None:
+            leave = f"{self._saver.stats()['fraction']:.0%} of the bytes leave"
+            return f"no budget; {leave if self._saver.engines else 'nothing has run yet'}"
+        figures = self._budget.figures()
+        if figures is None:
+            return "nothing has been planned yet: the first passes measure"
+        text = figures.run.planned.plan.explain()
+        (row,) = self._compare({})
+        text += f"measured: {row['pass_s'] * 1e3:.1f} ms a pass, predicted {row['time_error']:+.1%}"
+        if row["peak_bytes"]:
+            text += f"; {row['peak_bytes'] / 2**30:.2f} GiB at the peak, predicted {row['peak_error']:+.1%}"
+        return "\n".join([text, *figures.notes])
+
+    def reserve(self, pinned_bytes: int) -> None:
+        """Pin memory now, so many bytes in all for each GPU of the model, instead of in the first forward pass.
+
+        This helps where several ranks run collectives, which pinning in between would delay.
+        """
+        wanted = _checks.whole("pinned_bytes", pinned_bytes, 0)
+        for device in dict.fromkeys(layer.device_of() for layer in self._layers):
+            if _device.is_supported(device):
+                self._saver.engine(device).core.reserve(wanted)
+
+    def remove(self) -> None:
+        """Remove the hooks. Graphs that exist still work; pinned memory is freed with the last of them."""
+        for undo in self._undo:
+            undo()
+        for layer in self._layers:
+            layer.remove()
+        self._undo, self._layers = [], []
+        if self._budget is not None:
+            self._budget.forget()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def offload_activations(
+    model: torch.nn.Module,
+    *,
+    budget_bytes: int | str | None = None,
+    layers: Iterable[torch.nn.Module] | str | None = None,
+    min_bytes: int = 1 << 20,
+    fraction: float | str = "auto",
+    keep_last: int = 1,
+    recompute: bool | str = "auto",
+    max_in_flight_bytes: int | None = None,
+    pinned_budget_bytes: int | None = None,
+    **unknown: Any,
+) -> ActivationOffload:
+    """Offload the tensors that a model's layers save: to the host in the forward pass, back in the backward pass.
+
+    Gradients are the same, bit for bit. The model is not changed. Call
+    ``gradient_checkpointing_enable`` before this; layers may be compiled before or after, the model as a whole not.
+
+    Parameters
+    ----------
+    model
+        Any module, on a GPU or on the CPU.
+    budget_bytes
+        Keep, offload or recompute what layers save, whichever takes least time within this much memory: bytes that a
+        pass, forward and backward, may add to what is allocated as it begins, gradients that it makes included; or
+        ``"80%"``, all that may be allocated of the GPU's memory. Both are torch's own count, ``max_memory_allocated``.
+        The first two passes of a shape measure and take as little memory as possible, and the first that follow a plan
+        are compared with it; these passes reset torch's peak statistics. ``table`` and ``explain`` show the plan.
+    layers
+        The modules whose saved tensors are offloaded, in the order in which they run; or the name of a ModuleList. By
+        default what FSDP2 wraps below the root, else the outermost ModuleList with most parameters.
+    min_bytes
+        Smaller tensors stay.
+    fraction
+        How much of the bytes is offloaded, from 0.0 to 1.0. ``"auto"`` offloads everything in the first passes,
+        measures the layers and the link, and from then on offloads what is copied in the time of the computation.
+    keep_last
+        So many of the last layers are not offloaded: their tensors are used again at once.
+    recompute
+        Recompute each layer in the backward pass and offload its inputs. By default nothing is recomputed without a
+        budget, and with one the plan decides; with ``False`` and a budget, tensors are kept or offloaded.
+    max_in_flight_bytes
+        How many bytes may be on their way to the host and still on the GPU, and how many may be fetched ahead. By
+        default what the largest layer saves.
+    pinned_budget_bytes
+        Most bytes of host memory to pin, for each GPU; beyond that tensors stay on the GPU, with one warning.
+    """
+    if unknown:
+        raise OptionError(f"unknown option {', '.join(map(repr, unknown))}; the options are {', '.join(_OPTIONS)}")
+    if not isinstance(model, torch.nn.Module):
+        raise OptionError(f"invalid model: {type(model).__name__}; give a torch.nn.Module")
+    share = _checks.share("fraction", fraction, auto=True)
+    least = _checks.whole("min_bytes", min_bytes, 0)
+    last = _checks.whole("keep_last", keep_last, 0)
+    if not isinstance(recompute, bool) and recompute != "auto":
+        raise OptionError(f"invalid recompute: {recompute!r}; use True or False, or leave it out")
+    in_flight = _checks.whole("max_in_flight_bytes", max_in_flight_bytes, 1, optional=True)
+    budget = _checks.whole("pinned_budget_bytes", pinned_budget_bytes, 0, optional=True)
+    if budget_bytes is not None:
+        limits = _budget(budget_bytes)
+        for name, given, default in (
+            ("fraction", fraction, "auto"),
+            ("keep_last", keep_last, 1),
+            ("max_in_flight_bytes", max_in_flight_bytes, None),
+        ):
+            if given != default:
+                raise OptionError(f"invalid {name}: {given!r}; budget_bytes decides that, so leave {name} out")
+        if recompute is True:
+            raise OptionError(
+                "invalid recompute: True; budget_bytes decides what is recomputed, so leave it out, or use False"
+            )
+    recompute, may_recompute = recompute is True, recompute is not False
+    if recompute and share is None:
+        # Inputs are few bytes: all of them are copied in the time of the computation.
+        share = 1.0
+    found = find_layers(model, layers)
+    if (compiled := compiled_around(model, found)) is not None:
+        raise OptionError(
+            f"{compiled} is compiled as a whole, so its layers are not called one by one; compile the layers instead, "
+            "`for layer in layers: layer.compile()`, or put `with forebay.save_on_host():` around the forward pass"
+        )
+    for number, module in enumerate(found):
+        if is_offloaded(module):
+            raise OptionError(
+                f"layer {number}, a {type(module).__name__}, is offloaded already; "
+                "call remove() of the first offload_activations, or pass other layers"
+            )
+    saver = Saver(None, least, lambda where: _saved.open_engine(where, share, in_flight, budget))
+    if budget_bytes is not None:
+        return _planned(model, found, saver, *limits, may_recompute=may_recompute, pinned_budget_bytes=budget)
+    if share == 0.0 and not recompute:
+        return ActivationOffload(saver, [], [], idle="no budget; 0% of the bytes leave")
+    wrapped = [
+        Layer(saver, number, module, keep=number >= len(found) - last, recompute=recompute)
+        for number, module in enumerate(found)
+    ]
+    hook = model.register_forward_pre_hook(Begins(wrapped), prepend=True)
+    undo = [*wrap_checkpoints(model, wrapped), hook.remove]
+    for layer in wrapped:
+        layer.install()
+    return ActivationOffload(saver, wrapped, undo)
+
+
+def _planned(
+    model: torch.nn.Module,
+    found: list[torch.nn.Module],
+    saver: Saver,
+    limit: int | None,
+    share: float | None,
+    *,
+    may_recompute: bool,
+    pinned_budget_bytes: int | None,
+) -> ActivationOffload:
+    """Set a model up to follow a plan."""
+    if is_checkpointed(model):
+        raise OptionError(
+            "the model recomputes its layers already; budget_bytes decides what is recomputed, so call "
+            "gradient_checkpointing_disable() first"
+        )
+    tensor = next((t for t in (*model.parameters(), *model.buffers()) if _device.is_supported(t.device)), None)
+    whole = _device.total_memory(tensor.device) if tensor is not None else None
+    if limit is not None and whole is not None and limit >= whole:
+        idle = (
+            f"budget_bytes is {limit}, and {tensor.device if tensor is not None else ''} has {whole} bytes in all: "
+            "nothing is offloaded or recomputed"
+        )
+        warnings.warn(f"{idle}; give less, or leave forebay out", stacklevel=3)
+        return ActivationOffload(saver, [], [], idle=idle)
+    budget = Budget(saver, limit, share, may_recompute=may_recompute, pinned_budget_bytes=pinned_budget_bytes)
+    wrapped = [PlannedLayer(saver, number, module, budget) for number, module in enumerate(found)]
+    budget.adopt(wrapped)
+    begins = model.register_forward_pre_hook(Begins(list(wrapped), budget.model_begins), prepend=True)
+    ends = model.register_forward_hook(Ends(budget.model_ends), always_call=True)
+    for layer in wrapped:
+        layer.install()
+    return ActivationOffload(saver, list(wrapped), [begins.remove, ends.remove], budget)
+
+
+_savers: dict[tuple[Any, ...], Saver] = {}
+
+
+class save_on_host(saved_tensors_hooks):  # noqa: N801 -- a context manager, named as torch names its own
+    """Offload what any code saves for its backward pass, like ``torch.autograd.graph.save_on_cpu``.
+
+    Pinned memory is kept between uses with the same options; ``close`` frees it.
+
+    Parameters
+    ----------
+    min_bytes
+        Smaller tensors stay.
+    fraction
+        How much of the bytes is offloaded, from 0.0 to 1.0.
+    max_in_flight_bytes
+        How many bytes may be on their way to the host and still on the GPU, and how many may be fetched ahead. By
+        default four of the largest tensors.
+    pinned_budget_bytes
+        Most bytes of host memory to pin, for each GPU; beyond that tensors stay on the GPU, with one warning.
+    device
+        The type of the devices whose tensors are offloaded: by default GPUs; ``"cpu"`` to try it without one.
+    """
+
+    def __init__(
+        self,
+        *,
+        min_bytes: int = 1 << 20,
+        fraction: float = 1.0,
+        max_in_flight_bytes: int | None = None,
+        pinned_budget_bytes: int | None = None,
+        device: str = _device.GPU_TYPE,
+    ) -> None:
+        share = _checks.share("fraction", fraction)
+        least = _checks.whole("min_bytes", min_bytes, 0)
+        in_flight = _checks.whole("max_in_flight_bytes", max_in_flight_bytes, 1, optional=True)
+        budget = _checks.whole("pinned_budget_bytes", pinned_budget_bytes, 0, optional=True)
+        _checks.one_of("device", device, _device.SUPPORTED_TYPES)
+        self._key = (device, least, share, in_flight, budget)
+        saver = _savers.get(self._key)
+        if saver is None:
+            saver = Saver(device, least, lambda where: _saved.open_engine(where, share, in_flight, budget))
+            _savers[self._key] = saver
+        self._saver = saver
+        super().__init__(saver.pack, saver.unpack)
+
+    def __enter__(self) -> None:
+        for engine in self._saver.engines.values():
+            engine.core.begin_pass()
+        super().__enter__()
+
+    def stats(self) -> dict[str, float]:
+        """Return sums since the beginning, as :meth:`ActivationOffload.stats` does."""
+        return self._saver.stats()
+
+    def close(self) -> None:
+        """Free pinned memory, once the last graph that uses it is gone."""
+        _savers.pop(self._key, None)

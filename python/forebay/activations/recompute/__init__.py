@@ -1,0 +1,1 @@
+"""Layers that run again in the backward pass."""

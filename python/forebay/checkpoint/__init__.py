@@ -1,0 +1,260 @@
+"""Checkpoints that load on any number of ranks.
+
+``save``, ``async_save`` and ``load`` handle a whole model and its optimizers. ``Writer`` and ``Reader`` replace DCP's
+``FileSystemWriter`` and ``FileSystemReader`` (``torch.distributed.checkpoint``). DCP plans, shards and runs the
+collectives. Rust moves the bytes between memory and files, without a copy, and every byte has a checksum.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+from forebay import _core
+from forebay._checks import one_of, positive, whole
+from forebay._tensors import local
+from forebay.checkpoint import contents, handle
+from forebay.checkpoint.files import StrPath, absolute
+from forebay.checkpoint.handle import Handle
+from forebay.checkpoint.ranks import groups, on_all_ranks, plain_errors, quietly
+from forebay.checkpoint.reader import Reader
+from forebay.checkpoint.snapshot import Snapshot, release_copies
+from forebay.checkpoint.writer import Writer, write_in_background, write_state
+from forebay.errors import Error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
+
+__all__ = ["Handle", "Reader", "Writer", "async_save", "load", "release", "save"]
+
+
+def save(
+    path: StrPath,
+    model: torch.nn.Module | None,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    keep_last: int | None = None,
+    process_group: Any = None,
+) -> None:
+    """Save a model, its optimizers and whatever else belongs to the run. All ranks call it.
+
+    Where an earlier ``async_save`` from this thread or to this path failed and nobody asked for its ``result()``, this
+    raises its error and saves nothing.
+
+    Parameters
+    ----------
+    path
+        The folder. Each save makes a numbered subfolder. The earlier one stays complete until the new one is.
+    model
+        The model; its parameters may be sharded by FSDP2.
+    optimizer
+        Its optimizer or optimizers, of forebay or of torch.
+    extra
+        More to save, the same on every rank: tensors, numbers, texts, bytes, and lists, tuples and dicts of them.
+    keep_last
+        Keep this many complete checkpoints of this path; by default all.
+    process_group
+        The ranks that save; by default all of them.
+    """
+    optimizers = contents.optimizers_of(optimizer)
+    writer = _writer(path, keep_last, optimizers)
+    state: dict[str, Any] = {}
+
+    def begin() -> None:
+        with ExitStack() as turn:
+            handle.take_turn(turn, writer.path)
+        state.update(contents.contents_to_save(model, optimizers, extra))
+
+    on_all_ranks(begin, process_group)
+    write_state(state, writer, process_group)
+
+
+def async_save(
+    path: StrPath,
+    model: torch.nn.Module | None,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+    keep_last: int | None = None,
+    snapshot_budget_bytes: int | None = None,
+    write_gbps: float | None = None,
+    copy_gbps: float | None = None,
+    when_busy: str = "wait",
+) -> Handle:
+    """Save the present state as ``save`` does, while training goes on. All ranks call it.
+
+    State of forebay's optimizers in pinned memory is written in place. A page of it that a later step needs before it
+    is written is copied; beyond the budget that step waits. Everything else is copied before this returns, as far as
+    the budget goes. What is beyond the budget is written first: parameters and other state of the optimizers after this
+    has returned, and the next step waits for it; all else before this returns.
+
+    Steps and loads of a checkpoint are safe. So is any change of what was copied. Parameters that were not copied must
+    not be changed by anything else (``model.load_state_dict``, averaged weights swapped in, ``max_norm`` of an
+    embedding) before the next step: torch counts such changes, and the save then fails with an error that names the
+    tensor. Changes that torch does not count go unnoticed: through ``.data``, in a CUDA graph, and by hand in
+    ``optimizer.state`` of such an optimizer before the save is complete.
+
+    ``result()`` of the handle raises what went wrong. A failure that nobody has asked about is raised by the next save
+    from the same thread or to the same path, or else printed at exit.
+
+    Parameters
+    ----------
+    path, model, optimizer, extra, keep_last
+        As in ``save``.
+    snapshot_budget_bytes
+        The most host memory for copies of parameters, buffers and state together; by default as much as they need, of
+        what is available. It is kept for the next save; ``release`` frees it.
+    write_gbps
+        Write no faster than this on each rank; by default as fast as the disk.
+    copy_gbps
+        Copy state between steps no faster than this, on each rank; by default as fast as memory is. A step that needs
+        state which is not copied yet copies it itself.
+    when_busy
+        What to do while an earlier save is under way: ``"wait"`` for it, or ``"refuse"``.
+    """
+    one_of("when_busy", when_busy, ("wait", "refuse"))
+    whole("snapshot_budget_bytes", snapshot_budget_bytes, 0, optional=True)
+    write_rate = positive("write_gbps", write_gbps, without="for full speed")
+    copy_rate = positive("copy_gbps", copy_gbps, without="for full speed")
+    optimizers = contents.optimizers_of(optimizer)
+    writer = _writer(path, keep_last, optimizers)
+    # Checked now: what is loaded later does not change what is saved.
+    writer.checks = [_outcome(check) for check in writer.checks]
+    writer.bytes_per_s = None if write_rate is None else write_rate * 1e9
+    writer.moved = moved = _core.Moved()
+    saves, calls = groups()
+    snapshot: Snapshot | None = None
+    with ExitStack() as turn:
+
+        def begin() -> None:
+            nonlocal snapshot
+            handle.take_turn(turn, writer.path, refuse=when_busy == "refuse")
+            state = contents.contents_to_save(model, optimizers, extra)
+            snapshot = Snapshot(state, optimizers, snapshot_budget_bytes)
+
+        try:
+            on_all_ranks(begin, calls)
+            assert snapshot is not None
+            writer.snapshot = kept = snapshot
+            leaves, _ = flatten_state_dict(kept.state)
+            moved.expect(sum(local(value).nbytes for value in leaves.values() if isinstance(value, torch.Tensor)))
+            threads = max(min((os.cpu_count() or 2) // 2, 8), 1)
+            kept.copy_ahead(threads, None if copy_rate is None else copy_rate * 1e9)
+            saving = Handle(writer.path, kept, lambda: write_in_background(kept.state, writer, saves), moved)
+        except BaseException:
+            # Nothing will write the snapshot, so no step may wait for it.
+            if snapshot is not None:
+                snapshot.finish()
+            raise
+        handle.current[:] = [saving]
+    kept.wait_for_loose()
+    return saving
+
+
+def load(
+    path: StrPath,
+    model: torch.nn.Module | None,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    *,
+    strict: bool = True,
+    process_group: Any = None,
+) -> dict[str, Any] | None:
+    """Load the last complete checkpoint of a path, in place, and return what was saved as ``extra``. All ranks call it.
+
+    It may have been saved by another number of ranks, and with torch's optimizer instead of forebay's or the reverse: a
+    master weight that the checkpoint lacks is made from the weight. This waits for a save of this process under way.
+
+    Parameters
+    ----------
+    path
+        What was given to ``save``, or one numbered subfolder of it.
+    model
+        The model to load into.
+    optimizer
+        Its optimizer or optimizers.
+    strict
+        Whether to refuse a checkpoint that lacks something of the model or the optimizer, or has something else.
+    process_group
+        The ranks that load; by default all of them.
+    """
+    with ExitStack() as laid_out:
+        return _load(model, contents.optimizers_of(optimizer), absolute(path), strict, process_group, laid_out)
+
+
+def _load(
+    model: torch.nn.Module | None,
+    optimizers: list[torch.optim.Optimizer],
+    path: Path,
+    strict: bool,
+    process_group: Any,
+    laid_out: ExitStack,
+) -> dict[str, Any] | None:
+    state: dict[str, Any] = {}
+
+    def begin() -> Path:
+        handle.wait_for_current()
+        state.update(contents.contents_of(model, optimizers, laid_out, whole=True))
+        return _core.latest_checkpoint(path).relative_to(path)
+
+    # Chosen once, for all ranks and the whole load: another save may complete at any moment.
+    reader = Reader(path / on_all_ranks(begin, process_group)[0])
+    wanted, _ = flatten_state_dict(state)
+    missing: list[str] = []
+    extra: dict[str, Any] | None = None
+    try:
+        metadata = reader.read_metadata()
+        missing = contents.compare(reader.path, wanted, metadata, strict)
+        contents.add_options(state, metadata)
+        # Read first, so that nothing is changed where it cannot be read.
+        extra = contents.extra_of(reader)
+    except Error as error:
+        # Other ranks may have found nothing wrong. They hear of it from DCP, and do not wait for this rank.
+        reader.refused = error
+    try:
+        with plain_errors("load"), quietly():
+            planner = DefaultLoadPlanner(allow_partial_load=True)
+            dcp_load(state, storage_reader=reader, planner=planner, process_group=process_group)
+    except BaseException as error:
+        if reader.has_read:
+            # Whichever rank failed, the state of this one is now a mix of two checkpoints.
+            for one in contents.ours(optimizers):
+                one.distrust(str(error))
+        raise
+    contents.set_contents(model, optimizers, state, wanted, missing, strict=strict)
+    return extra
+
+
+def release() -> None:
+    """Free the host memory that ``async_save`` keeps for the copies of the next save, after one under way."""
+    handle.wait_for_current()
+    release_copies()
+
+
+def _writer(path: StrPath, keep_last: int | None, optimizers: list[torch.optim.Optimizer]) -> Writer:
+    writer = Writer(path, keep_last=keep_last)
+    writer.checks = [partial(one.check_trusted, "saved") for one in contents.ours(optimizers)]
+    return writer
+
+
+def _outcome(check: Callable[[], None]) -> Callable[[], None]:
+    """Run a check now; return a function that raises its error later, where all ranks hear of it."""
+    error: Error | None = None
+    try:
+        check()
+    except Error as refused:
+        error = refused
+
+    def repeat() -> None:
+        if error is not None:
+            raise error
+
+    return repeat

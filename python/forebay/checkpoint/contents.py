@@ -1,0 +1,212 @@
+"""What of a model and its optimizers is saved and loaded, by name; and whether a checkpoint has it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    _get_fqns,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from forebay._tensors import describe_like, is_dtensor, local
+from forebay.checkpoint.values import Encoded
+from forebay.errors import CheckpointError, OptionError
+from forebay.optim.base import Optimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from forebay.checkpoint.reader import Reader
+
+MASTER = ".master_param"
+"""The end of the names of master weights, which torch's optimizers do not have."""
+
+
+def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Return one optimizer, several or none as a list."""
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+
+
+def ours(optimizers: list[torch.optim.Optimizer]) -> list[Optimizer]:
+    """Return the optimizers that are forebay's."""
+    return [one for one in optimizers if isinstance(one, Optimizer)]
+
+
+def contents_of(
+    model: torch.nn.Module | None, optimizers: list[torch.optim.Optimizer], laid_out: ExitStack, *, whole: bool
+) -> dict[str, Any]:
+    """Return the nested state of a model and its optimizers, as DCP takes it.
+
+    With ``whole`` it also has places for state that a checkpoint may have and the optimizers lack, until ``laid_out``
+    ends.
+    """
+    if model is None:
+        if optimizers:
+            raise OptionError("an optimizer needs its model: the state's names are the model's")
+        return {}
+    contents: dict[str, Any] = {"model": get_model_state_dict(model)}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if is_dtensor(parameter):
+            # A module's state dict has new tensors, which lack what describes the parameter's uneven shards.
+            for key in _get_fqns(model, name):
+                if key in contents["model"]:
+                    describe_like(parameter, contents["model"][key])
+    if optimizers:
+        for one in ours(optimizers):
+            # Otherwise DCP takes a step to create the state.
+            one.prepare()
+            laid_out.enter_context(one.state.laid_out(whole=whole))
+        contents["optimizer"] = get_optimizer_state_dict(model, optimizers)
+        if whole:
+            # In a strict load DCP refuses parameters without state, also where they need none.
+            for group in contents["optimizer"]["param_groups"]:
+                for name in group["params"]:
+                    contents["optimizer"]["state"].setdefault(name, {})
+    return contents
+
+
+def contents_to_save(
+    model: torch.nn.Module | None, optimizers: list[torch.optim.Optimizer], extra: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the same with what the caller adds."""
+    with ExitStack() as laid_out:
+        contents = contents_of(model, optimizers, laid_out, whole=False)
+    if extra is not None:
+        tensors: dict[str, torch.Tensor] = {}
+        contents["extra"] = Encoded(dict(extra), tensors, "extra")
+        # Not nested: DCP would flatten lists and dicts, and lose empty ones and the types of keys.
+        contents.update(tensors)
+    return contents
+
+
+def extra_of(reader: Reader) -> dict[str, Any] | None:
+    """Return what was saved as ``extra``."""
+    if "extra" not in reader.objects:
+        return None
+    extra = reader.value("extra")
+    return extra if isinstance(extra, dict) else None
+
+
+def compare(path: Path, wanted: Mapping[str, Any], metadata: Metadata, strict: bool) -> list[str]:
+    """Return the names that the checkpoint lacks; refuse a checkpoint of another model."""
+    found = metadata.state_dict_metadata
+    for name, value in wanted.items():
+        stored = found.get(name)
+        if isinstance(stored, TensorStorageMetadata) and isinstance(value, torch.Tensor) and stored.size != value.shape:
+            raise CheckpointError(
+                f"{path}: {name} has shape {tuple(stored.size)} in the checkpoint and {tuple(value.shape)} here"
+            )
+        if stored is not None and isinstance(stored, TensorStorageMetadata) != isinstance(value, torch.Tensor):
+            raise CheckpointError(f"{path}: {name} is a tensor on one side and a value on the other")
+    missing = [name for name in wanted if name not in found]
+    if strict:
+        both = [_listed("it lacks", _lacking(missing, found)), _listed("it also has", _foreign(wanted, found))]
+        if any(both):
+            raise CheckpointError(
+                f"{path}: not a checkpoint of this model and optimizer: {' and '.join(filter(None, both))}; "
+                "strict=False loads what fits"
+            )
+    return missing
+
+
+def _lacking(missing: list[str], found: Mapping[str, Any]) -> list[str]:
+    """Return the missing names that have no other source."""
+    # A parameter that never had a gradient may have no state at all. A master weight is made from the weight.
+    has_state = {name.rsplit(".", 1)[0] for name in found if _is_state(name) and not name.endswith(MASTER)}
+    return [
+        name
+        for name in missing
+        if not name.endswith(MASTER)
+        and not (_is_state(name) and name.rsplit(".", 1)[0] not in has_state)
+        and not _is_option(name)
+    ]
+
+
+def _foreign(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """Return the names of the checkpoint that the model and the optimizer do not have."""
+    has_optimizer = any(name.startswith("optimizer.") for name in wanted)
+    return [
+        name
+        for name in found
+        if name not in wanted
+        and name.split(".", 1)[0] in ("model", "optimizer")
+        and (has_optimizer or not name.startswith("optimizer."))
+        and not name.endswith(MASTER)
+        and not _is_option(name)
+    ]
+
+
+def _is_state(name: str) -> bool:
+    """Whether a name is state of an optimizer's parameter."""
+    return name.startswith("optimizer.state.")
+
+
+def _is_option(name: str) -> bool:
+    """Whether a name is an option of a group: schedulers and versions of torch add some, and each has a default."""
+    return name.startswith("optimizer.param_groups.") and not name.endswith(".params")
+
+
+def _listed(what: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{what} {', '.join(names[:3])}{more}"
+
+
+def add_options(contents: dict[str, Any], metadata: Metadata) -> None:
+    """Add the options of groups that only the checkpoint has; torch's own optimizers accept them as well."""
+    groups = contents.get("optimizer", {}).get("param_groups", [])
+    for name, stored in metadata.state_dict_metadata.items():
+        match metadata.planner_data.get(name):
+            case ("optimizer", "param_groups", int(number), option) if number < len(groups):
+                place: torch.Tensor | None = None
+                if isinstance(stored, TensorStorageMetadata):
+                    place = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
+                groups[number].setdefault(option, place)
+
+
+def set_contents(
+    model: torch.nn.Module | None,
+    optimizers: list[torch.optim.Optimizer],
+    contents: dict[str, Any],
+    wanted: Mapping[str, Any],
+    missing: list[str],
+    *,
+    strict: bool,
+) -> None:
+    """Give a model and its optimizers what was loaded, and a beginning to what the checkpoint lacks."""
+    with torch.no_grad():
+        for name in missing:
+            # State that the checkpoint lacks begins at zero; a master weight is made from its weight below.
+            value = wanted[name]
+            if _is_state(name) and not name.endswith(MASTER) and isinstance(value, torch.Tensor):
+                local(value).zero_()
+                _forget_late(contents["optimizer"]["state"], name, optimizers)
+    options = StateDictOptions(strict=strict)
+    if model is not None:
+        set_model_state_dict(model, contents["model"], options=options)
+        if optimizers:
+            set_optimizer_state_dict(model, optimizers, contents["optimizer"], options=options)
+    if any(name.endswith(MASTER) for name in missing):
+        for one in ours(optimizers):
+            one.refresh_master_weights()
+
+
+def _forget_late(state: dict[str, Any], name: str, optimizers: list[torch.optim.Optimizer]) -> None:
+    """Remove state that a checkpoint lacks and that appears with a parameter's first update."""
+    parameter, column = name.removeprefix("optimizer.state.").rsplit(".", 1)
+    if any(one.state.is_late(column) for one in ours(optimizers)):
+        state[parameter].pop(column, None)

@@ -1,0 +1,262 @@
+"""Reads checkpoints: a storage plugin for ``torch.distributed.checkpoint`` (DCP). DCP plans, Rust moves the bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from forebay import _core
+from forebay._checks import whole
+from forebay._tensors import address, local, storage_address
+from forebay.checkpoint.files import StrPath, absolute, dtype_of, is_path
+from forebay.checkpoint.progress import bar
+from forebay.checkpoint.snapshot import wait_before_load
+from forebay.checkpoint.values import decode
+from forebay.errors import CheckpointError, Error
+from forebay.optim.base import Optimizer
+
+STAGE_BYTES = 128 << 20
+"""Bytes read at a time for tensors that cannot be read into: on a GPU, or of another type."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Opened:
+    """Which checkpoint a rank reads. All ranks read the same one if its manifest is the same."""
+
+    folder: str
+    manifest_crc: int
+
+
+class Reader(StorageReader):
+    """Reads a checkpoint for ``dcp.load`` straight into the tensors, and checks every block.
+
+    Parameters
+    ----------
+    path
+        What was given to ``Writer``, for its last complete checkpoint; or one numbered subfolder of it.
+    threads
+        Blocks read at once; by default one for each core, at most 8.
+    progress
+        Whether to draw a progress bar; by default on a terminal.
+    """
+
+    def __init__(self, path: StrPath, *, threads: int | None = None, progress: bool | None = None) -> None:
+        super().__init__()
+        self.path = absolute(path)
+        self.threads = whole("threads", threads, 1, optional=True)
+        self.progress = progress
+        # Why nothing can be loaded. Raised in `set_up_storage_reader`: what is raised there reaches all ranks.
+        self.refused: Error | None = None
+        # Whether any tensor may have been written to.
+        self.has_read = False
+        self._checkpoint: _core.Checkpoint | None = None
+        self._opened = _Opened("", 0)
+        self._manifest: dict[str, Any] = {}
+        self._chunks: dict[tuple[str, tuple[int, ...]], int] = {}
+
+    def reset(self, checkpoint_id: StrPath | None = None) -> None:
+        """Start again, with another path if one is given."""
+        self._checkpoint = None
+        self.refused = None
+        self.has_read = False
+        if checkpoint_id is not None:
+            self.path = absolute(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Open the checkpoint, check its structure, and return what is in it."""
+        try:
+            return self._open()
+        except Error as error:
+            if "rank" not in kwargs:
+                raise
+            # DCP ignores the first error, asks again for the metadata of one rank, and would then only say that there
+            # is none.
+            self.refused = error
+            return Metadata({})
+
+    def _open(self) -> Metadata:
+        self._checkpoint = _core.Checkpoint(self.path)
+        text = self._checkpoint.manifest()
+        self._opened = _Opened(self._checkpoint.folder(), zlib.crc32(text.encode()))
+        self._manifest = manifest = json.loads(text)
+        described: dict[str, Any] = {name: BytesStorageMetadata() for name in manifest["objects"]}
+        storage = {}
+        self._chunks = {}
+        for name, tensor in manifest["tensors"].items():
+            chunks = []
+            for number, chunk in enumerate(tensor["chunks"]):
+                chunks.append(ChunkStorageMetadata(torch.Size(chunk["offsets"]), torch.Size(chunk["shape"])))
+                storage[MetadataIndex(name, chunk["offsets"])] = number
+                # An empty chunk may begin where another does. Nothing is ever read from it.
+                if 0 not in chunk["shape"]:
+                    self._chunks[name, tuple(chunk["offsets"])] = number
+            properties = TensorProperties(dtype=dtype_of(tensor["dtype"], name))
+            described[name] = TensorStorageMetadata(properties, torch.Size(tensor["shape"]), chunks)
+        paths = {name: tuple(path) for name, path in manifest["paths"].items()}
+        return Metadata(described, planner_data=paths, storage_data=storage)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Raise why the checkpoint cannot be loaded. DCP tells all ranks what is raised here."""
+        if self.refused is not None:
+            raise self.refused
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Add which checkpoint this rank has opened."""
+        return dataclasses.replace(plan, storage_data=self._opened)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Refuse to load different checkpoints on different ranks: another may have been completed meanwhile."""
+        opened = [plan.storage_data for plan in plans if isinstance(plan.storage_data, _Opened)]
+        if len({one.manifest_crc for one in opened}) > 1:
+            folders = ", ".join(sorted({one.folder for one in opened}))
+            raise CheckpointError(f"the ranks found different checkpoints: {folders}; load one of them by its folder")
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what a plan asks for."""
+        self.has_read = True
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, _pickled(self.value(item.storage_index.fqn)))
+        items = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
+        targets = [planner.resolve_tensor(item).detach() for item in items]
+        total = sum(target.nbytes for target in targets)
+        label = "/".join(Path(self._opened.folder).parts[-2:])
+        with torch.no_grad(), bar(f"loading {label}", total, shown=self.progress) as moved:
+            self._read(items, targets, moved)
+        for item, target in zip(items, targets, strict=True):
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """The values that are no tensors, as JSON."""
+        found: dict[str, Any] = self._manifest["objects"]
+        return found
+
+    def value(self, name: str) -> Any:
+        """Return a value that is no tensor, with the tensors in it."""
+        return decode(self.objects[name], self.tensor)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return one whole tensor, on the CPU."""
+        assert self._checkpoint is not None
+        described = self._manifest["tensors"].get(name)
+        if described is None:
+            raise CheckpointError(f"{self._checkpoint.folder()}: a value names a tensor {name!r}, which is not there")
+        found = torch.empty(described["shape"], dtype=dtype_of(described["dtype"], name), device="cpu")
+        parts = []
+        for chunk in described["chunks"]:
+            view = found
+            for dim, (offset, length) in enumerate(zip(chunk["offsets"], chunk["shape"], strict=True)):
+                view = view.narrow(dim, offset, length)
+            index = MetadataIndex(name, chunk["offsets"])
+            zeros, lengths = torch.Size([0] * found.dim()), torch.Size(chunk["shape"])
+            parts.append((ReadItem(LoadItemType.TENSOR, index, zeros, index, zeros, lengths), view))
+        self._read_into(parts, _core.Moved())
+        return found
+
+    def _read(self, items: list[ReadItem], targets: list[torch.Tensor], moved: _core.Moved) -> None:
+        direct: list[tuple[ReadItem, torch.Tensor]] = []
+        staged: list[tuple[ReadItem, torch.Tensor, torch.dtype]] = []
+        for item, target in zip(items, targets, strict=True):
+            name = item.storage_index.fqn
+            stored = dtype_of(self._manifest["tensors"][name]["dtype"], name)
+            if _is_direct(target, stored):
+                direct.append((item, target))
+            else:
+                staged.append((item, target, stored))
+        # A save under way may still need what is about to be overwritten.
+        wait_before_load()
+        try:
+            # Whatever can be refused is refused here, before anything is written.
+            self._read_into(direct, moved)
+            batch: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
+            for item, target, stored in staged:
+                batch.append((item, target, torch.empty(tuple(item.lengths), dtype=stored, device="cpu")))
+                if sum(buffer.nbytes for _, _, buffer in batch) >= STAGE_BYTES:
+                    self._read_staged(batch, moved)
+                    batch = []
+            self._read_staged(batch, moved)
+        except BaseException as error:
+            # An interrupt between two batches leaves the state as mixed as a damaged file does.
+            storages = {storage_address(target.untyped_storage()) for target in targets if target.numel()}
+            _distrust(storages, str(error) or type(error).__name__)
+            raise
+
+    def _read_staged(self, batch: list[tuple[ReadItem, torch.Tensor, torch.Tensor]], moved: _core.Moved) -> None:
+        self._read_into([(item, buffer) for item, _, buffer in batch], moved)
+        for _, target, buffer in batch:
+            target.copy_(buffer)
+
+    def _read_into(self, pairs: list[tuple[ReadItem, torch.Tensor]], moved: _core.Moved) -> None:
+        """Read items into tensors on the CPU. The caller's list holds the tensors until the engine returns."""
+        assert self._checkpoint is not None
+        keys = ("tensor", "chunk", "offset", "length", "stride", "address")
+        requests: dict[str, list[Any]] = {key: [] for key in keys}
+        for item, target in pairs:
+            if target.numel() == 0:
+                continue
+            index = item.storage_index
+            shape = self._manifest["tensors"][index.fqn]["shape"]
+            offset = tuple(index.offset) if index.offset is not None else (0,) * len(shape)
+            requests["tensor"].append(index.fqn)
+            requests["chunk"].append(self._chunks[index.fqn, offset])
+            requests["offset"].append(list(item.storage_offsets))
+            requests["length"].append(list(item.lengths))
+            requests["stride"].append(list(target.stride()))
+            requests["address"].append(address(target))
+        self._checkpoint.read(requests, self.threads, moved)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
+        """Whether this is a path in a file system."""
+        return is_path(checkpoint_id)
+
+
+def _is_direct(target: torch.Tensor, stored: torch.dtype) -> bool:
+    """Whether bytes can be read straight into a tensor's memory."""
+    return (
+        target.device.type == "cpu"
+        and target.dtype == stored
+        and target.layout == torch.strided
+        and not target.is_conj()
+        and not target.is_neg()
+        and torch._debug_has_internal_overlap(target) != 1
+    )
+
+
+def _pickled(value: Any) -> io.BytesIO:
+    # DCP's planners expect this. It is never written to the disk.
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return stream
+
+
+def _distrust(storages: set[int], reason: str) -> None:
+    """Let the optimizers whose state is in these storages refuse to step until they are loaded again."""
+    for optimizer in list(Optimizer.alive):
+        states = dict.values(optimizer.state)
+        mine = (local(value) for state in states for value in state.values() if isinstance(value, torch.Tensor))
+        if any(value.numel() and storage_address(value.untyped_storage()) in storages for value in mine):
+            optimizer.distrust(reason)

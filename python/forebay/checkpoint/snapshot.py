@@ -1,0 +1,216 @@
+"""The state of one moment, for a save that goes on while training does.
+
+Optimizer state in pinned memory is not copied here: the engine keeps it, page by page, until it is written
+(``crates/engine/src/snapshot/pages.rs``). Everything else is copied at once, as far as the budget goes: parameters,
+buffers, counters. Tensors beyond the budget are read in place (``_live.py``).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+from forebay import _core
+from forebay._device import engine_name, is_gpu, stream_handle
+from forebay._live import Live, wait_for_live
+from forebay._tensors import address, addresses, local, state_like
+from forebay.checkpoint.contents import ours
+from forebay.optim.base import Optimizer
+
+SMALL_BYTES = 64 << 10
+"""Smaller tensors of the host are copied one by one."""
+
+_copies: dict[tuple[int, str], _core.HostCopies] = {}
+"""For each process and device, the memory for the copies of the next snapshot."""
+
+
+class Snapshot:
+    """Nested state as it is now.
+
+    Parameters
+    ----------
+    state
+        The state, as DCP takes it.
+    optimizers
+        The optimizers whose state is part of it.
+    budget_bytes
+        The most host memory for copies; None for as much as they need, as far as there is memory.
+    """
+
+    def __init__(
+        self, state: dict[str, Any], optimizers: list[torch.optim.Optimizer], budget_bytes: int | None
+    ) -> None:
+        self.state: dict[str, Any] = {}
+        self.kept: _core.Snapshot | None = None
+        self.live = Live({}, {}, [])
+        self.copied_bytes = 0
+        self._is_loose = False
+        self._slabs: dict[tuple[int, str], _core.HostCopies] = {}
+        engines = [one._engine for one in _keepers(optimizers) if one._engine is not None]
+        room = _room() if budget_bytes is None else budget_bytes
+        try:
+            others = _leaves(state, _pinned(optimizers))
+            # Where there is room for all tensors, nothing else about them matters.
+            is_short = sum(local(tensor).nbytes for tensor in others) > room
+            stepped = _stepped(optimizers) if is_short else {}
+            # Tensors that no step waits for are copied first.
+            others.sort(key=lambda tensor: is_short and address(local(tensor)) in stepped)
+            replaced = self._copy(others, room)
+            self.state = _rebuilt(state, replaced)
+            if uncopied := {id(tensor) for tensor in others} - replaced.keys():
+                named, _ = flatten_state_dict(self.state)
+                tensors = {name: value for name, value in named.items() if id(value) in uncopied}
+                self._is_loose = any(address(local(tensor)) not in stepped for tensor in tensors.values())
+                self.live = Live(tensors, stepped, optimizers)
+            # One for all engines, so that they share the room.
+            self.kept = _core.Snapshot(list(dict.fromkeys(engines)), room - self.copied_bytes)
+        except BaseException:
+            self.finish()
+            raise
+
+    def _copy(self, tensors: list[torch.Tensor], room: int) -> dict[int, torch.Tensor]:
+        """Return copies of the tensors for which there is room."""
+        replaced: dict[int, torch.Tensor] = {}
+        together: dict[torch.device, list[torch.Tensor]] = {}
+        for tensor in tensors:
+            inner = local(tensor).detach()
+            if inner.nbytes > room - self.copied_bytes:
+                continue
+            self.copied_bytes += inner.nbytes
+            on_host = inner.device.type == "cpu"
+            if _is_plain(inner) and (is_gpu(inner.device) or (on_host and inner.nbytes >= SMALL_BYTES)):
+                together.setdefault(inner.device, []).append(tensor)
+            else:
+                replaced[id(tensor)] = state_like(tensor, inner.to("cpu", copy=True))
+        for device, found in together.items():
+            for tensor, data in zip(found, self._to_host(device, [local(tensor) for tensor in found]), strict=True):
+                replaced[id(tensor)] = state_like(tensor, data)
+        return replaced
+
+    def _to_host(self, device: torch.device, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy tensors of one device into pinned memory. The caller holds the tensors; the copies have ended."""
+        name = engine_name(device)
+        key = (os.getpid(), name)
+        # Taken out until this snapshot ends, so that no other snapshot uses the memory.
+        self._slabs[key] = copies = _copies.pop(key, None) or _core.HostCopies(name)
+        views = copies.fill(addresses(tensors), [tensor.nbytes for tensor in tensors], stream_handle(device))
+        return [
+            torch.frombuffer(view, dtype=tensor.dtype).view(tensor.shape)
+            if tensor.numel()
+            else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            for view, tensor in zip(views, tensors, strict=True)
+        ]
+
+    def wait_for_loose(self) -> None:
+        """Wait until tensors may be changed for which no step waits."""
+        if self._is_loose:
+            self.live.written.wait()
+
+    def copy_ahead(self, threads: int, bytes_per_s: float | None) -> None:
+        """Copy pages in the background, before the next step."""
+        if self.kept is not None:
+            self.kept.copy_ahead(threads, bytes_per_s)
+
+    def stats(self) -> dict[str, float | int]:
+        """Return what the snapshot has cost so far."""
+        copied, taken, stalls, stall_ns, pauses = (0,) * 5 if self.kept is None else self.kept.stats()
+        return {
+            "copied_bytes": self.copied_bytes + copied,
+            "copy_memory_bytes": self.copied_bytes + taken,
+            "stalls": stalls + self.live.stalls,
+            "stall_s": stall_ns / 1e9 + self.live.stall_s,
+            "pauses": pauses,
+        }
+
+    def finish(self) -> None:
+        """Keep nothing any longer."""
+        self.live.finish()
+        if self.kept is not None:
+            self.kept.finish()
+        # This frees the memory of the copies.
+        self.kept, self.state = None, {}
+        _copies.update(self._slabs)
+        self._slabs = {}
+
+
+def release_copies() -> None:
+    """Free the memory that is kept for the copies of the next snapshot."""
+    _copies.clear()
+    _core.release_copies()
+
+
+def wait_before_load() -> None:
+    """Wait until a save under way no longer needs parameters and state as they are."""
+    wait_for_live()
+    for optimizer in list(Optimizer.alive):
+        optimizer._protect()
+
+
+def _room() -> int:
+    """Return how much memory copies may take by default: three quarters of what is available or kept for copies."""
+    ours = sum(copies.bytes() for (process, _), copies in _copies.items() if process == os.getpid())
+    return int((_core.host_memory()[1] + _core.kept_copy_bytes() + ours) * 0.75)
+
+
+def _keepers(optimizers: list[torch.optim.Optimizer]) -> list[Optimizer]:
+    """Return the optimizers that have state in pinned memory."""
+    return [one for one in ours(optimizers) if one._stores and not one._options.is_resident and not one.is_closed]
+
+
+def _pinned(optimizers: list[torch.optim.Optimizer]) -> set[int]:
+    """Return the addresses of state that the engine keeps by itself: all but the counters."""
+    return {
+        address(local(view))
+        for one in _keepers(optimizers)
+        for room in one.state.rooms.values()
+        for view in room.views.values()
+        if local(view).numel()
+    }
+
+
+def _stepped(optimizers: list[torch.optim.Optimizer]) -> dict[int, torch.Tensor]:
+    """Return by address what normally only steps of these optimizers change: parameters and state."""
+    return {
+        address(local(tensor)): tensor
+        for one in optimizers
+        for group in one.param_groups
+        for parameter in group["params"]
+        for tensor in (parameter, *dict.get(one.state, parameter, {}).values())
+        if isinstance(tensor, torch.Tensor)
+    }
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's bytes are its elements in order. Torch may conjugate or negate elements when it reads them."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _leaves(value: Any, pinned: set[int]) -> list[torch.Tensor]:
+    """Return the tensors in nested state that the engine does not keep.
+
+    The engine does not keep tensors whose elements are in another order than in a file, even in its own memory: to put
+    them in order, torch would read the memory while the engine does not know.
+    """
+    if isinstance(value, torch.Tensor):
+        inner = local(value)
+        return [] if inner.numel() and address(inner) in pinned and _is_plain(inner) else [value]
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in _leaves(item, pinned)]
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in _leaves(item, pinned)]
+    return []
+
+
+def _rebuilt(value: Any, replaced: dict[int, torch.Tensor]) -> Any:
+    """Return nested state with some tensors replaced, and with copies of everything that is no tensor."""
+    if isinstance(value, torch.Tensor):
+        return replaced.get(id(value), value)
+    if isinstance(value, dict):
+        return {key: _rebuilt(item, replaced) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_rebuilt(item, replaced) for item in value)
+    return copy.deepcopy(value)

@@ -1,0 +1,368 @@
+"""Writes checkpoints: a storage plugin for ``torch.distributed.checkpoint`` (DCP). DCP plans, Rust moves the bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from forebay import _core
+from forebay._checks import whole
+from forebay._device import engine_name, is_gpu, stream_handle
+from forebay._tensors import address, local
+from forebay.checkpoint.files import StrPath, absolute, dtype_name, is_path
+from forebay.checkpoint.progress import bar
+from forebay.checkpoint.ranks import plain_errors, ranks_of
+from forebay.checkpoint.values import encode
+from forebay.errors import CheckpointError, Error, OptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
+    from torch.distributed.checkpoint.planner import TensorWriteData
+
+    from forebay.checkpoint.snapshot import Snapshot
+
+    Stored = list[dict[str, Any]]
+    """For each item: its tensor's type and shape, its box, and where it is in which file."""
+    Files = tuple[dict[str, Any], ...]
+    """Name, length and checksums of each file."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a rank writes. The coordinator decides it; the folder is the same for all ranks."""
+
+    folder: str
+    prefix: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _StoredItem:
+    """What a rank tells the coordinator about one item. The first item of a rank also has the rank's files."""
+
+    value: Any = None
+    tensor: dict[str, Any] | None = None
+    files: Files = ()
+
+
+class Writer(StorageWriter):
+    """Writes a checkpoint for ``dcp.save`` into a new numbered subfolder of a path. A save completes it or leaves none.
+
+    Parameters
+    ----------
+    path
+        The folder. Its earlier checkpoints stay, unless ``keep_last`` says otherwise.
+    keep_last
+        After a save, keep this many complete checkpoints of this path; by default all.
+    threads
+        Files that each rank writes at once; by default one for each core, at most 8.
+    progress
+        Whether to draw a progress bar; by default on a terminal.
+    """
+
+    def __init__(
+        self,
+        path: StrPath,
+        *,
+        keep_last: int | None = None,
+        threads: int | None = None,
+        progress: bool | None = None,
+    ) -> None:
+        super().__init__()
+        self.path = absolute(path)
+        self.keep_last = whole("keep_last", keep_last, 1, optional=True)
+        self.threads = whole("threads", threads, 1, optional=True)
+        self.progress = progress
+        # For saves while training goes on: the snapshot, the highest rate, and the bytes written so far.
+        self.snapshot: Snapshot | None = None
+        self.bytes_per_s: float | None = None
+        self.moved: _core.Moved | None = None
+        # Each raises if there is a reason not to save.
+        self.checks: list[Callable[[], None]] = []
+        self._saving: _core.Saving | None = None
+
+    def reset(self, checkpoint_id: StrPath | None = None) -> None:
+        """Start again, with another path if one is given."""
+        self.abandon()
+        if checkpoint_id is not None:
+            self.path = absolute(checkpoint_id)
+
+    def abandon(self) -> None:
+        """Give up a save that is not complete; the next save removes what it wrote."""
+        if self._saving is not None:
+            self._saving.abandon()
+            self._saving = None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Refuse a save without collectives."""
+        if kwargs.get("use_collectives") is False:
+            raise OptionError(
+                "use_collectives=False is not supported: a checkpoint is complete when every rank's part is"
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is, or raise a reason not to save. DCP tells all ranks what is raised here."""
+        for check in self.checks:
+            check()
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make the new subfolder and tell every rank."""
+        self.abandon()
+        self._saving = _core.Saving(self.path)
+        folder = self._saving.folder()
+        return [dataclasses.replace(plan, storage_data=_Place(folder, f"{i}-")) for i, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's part and sync it."""
+        place: _Place = plan.storage_data
+        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        results = [
+            WriteResult(item.index, 0, _StoredItem(value=_look_up(planner, item)))
+            for item in plan.items
+            if item.type == WriteItemType.BYTE_IO
+        ]
+        if self.moved is not None:
+            # Each rank writes its share of what all ranks have.
+            self.moved.expect(sum(_bytes(item) for item in tensors))
+        stored, files = self._write_all(place, tensors, planner)
+        for item, tensor in zip(tensors, stored, strict=True):
+            results.append(WriteResult(item.index, tensor["end"] - tensor["begin"], _StoredItem(tensor=tensor)))
+        if files:
+            first = results[0]
+            with_files = dataclasses.replace(first.storage_data, files=files)
+            results[0] = dataclasses.replace(first, storage_data=with_files)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def _write_all(self, place: _Place, items: list[WriteItem], planner: SavePlanner) -> tuple[Stored, Files]:
+        # Tensors that were not copied are written first: a step waits for them.
+        live = {} if self.snapshot is None else self.snapshot.live.tensors
+        first = [item for item in items if item.index.fqn in live]
+        rest = [item for item in items if item.index.fqn not in live]
+        where, files = self._write_live(place, first, planner)
+        if rest:
+            others, more = self._write_tensors(place, rest, planner, is_last=True)
+            where, files = where + others, files + more
+        stored = {id(item): at for item, at in zip(first + rest, where, strict=True)}
+        return [stored[id(item)] for item in items], files
+
+    def _write_live(self, place: _Place, items: list[WriteItem], planner: SavePlanner) -> tuple[Stored, Files]:
+        if self.snapshot is None:
+            return [], ()
+        try:
+            if not items:
+                return [], ()
+            self.snapshot.live.order()
+            apart = _Place(place.folder, f"{place.prefix}first-")
+            written = self._write_tensors(apart, items, planner, is_last=False)
+            self.snapshot.live.check()
+            return written
+        finally:
+            self.snapshot.live.written.set()
+
+    def _write_tensors(
+        self, place: _Place, items: list[WriteItem], planner: SavePlanner, *, is_last: bool
+    ) -> tuple[Stored, Files]:
+        # Held until the call below returns: the engine reads their memory.
+        held, gpu = _resolved(items, planner)
+        entries = _columns(items, held)
+        manner = {
+            "snapshot": self.snapshot.kept if self.snapshot is not None and is_last else None,
+            "bytes_per_s": self.bytes_per_s,
+            "gives_way": self.snapshot is not None,
+        }
+        device = None if gpu is None else engine_name(gpu)
+        stream = 0 if gpu is None else stream_handle(gpu)
+        shown = False if self.snapshot is not None else self.progress
+        with bar(f"saving {self.path.name}", sum(data.nbytes for data in held), shown=shown) as counted:
+            moved = self.moved or counted
+            written = _core.write_checkpoint(
+                place.folder, place.prefix, entries, device, stream, self.threads, moved, manner
+            )
+        return _where(items, entries, written)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the manifest: after this the checkpoint is complete."""
+        assert self._saving is not None
+        stored: list[tuple[str, _StoredItem]] = [(w.index.fqn, w.storage_data) for rank in results for w in rank]
+        manifest = _manifest(stored, metadata.planner_data)
+        saving, self._saving = self._saving, None
+        saving.commit(json.dumps(manifest, allow_nan=False), self.keep_last)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
+        """Whether this is a path in a file system."""
+        return is_path(checkpoint_id)
+
+
+def write_state(state: dict[str, Any], writer: Writer, process_group: Any) -> None:
+    """Plan, write and commit as ``dcp.save`` does, without its warning where there is only one process."""
+    planner = DefaultSavePlanner()
+    ranks = ranks_of(process_group)
+    metadata: Metadata | None = None
+
+    def plan() -> SavePlan:
+        planner.set_up_planner(state, storage_meta=writer.storage_meta(), is_coordinator=ranks.is_coordinator)
+        writer.set_up_storage_writer(ranks.is_coordinator)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def plan_all(plans: list[SavePlan]) -> list[SavePlan]:
+        nonlocal metadata
+        plans, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(plans)
+
+    def write() -> list[WriteResult]:
+        return writer.write_data(planner.finish_plan(mine), planner).wait()
+
+    def commit(results: list[list[WriteResult]]) -> None:
+        assert metadata is not None
+        writer.finish(metadata=metadata, results=results)
+
+    try:
+        with plain_errors("save"):
+            mine = ranks.reduce_scatter("plan", plan, plan_all)
+            ranks.all_reduce("write", write, commit)
+    finally:
+        writer.abandon()
+
+
+def write_in_background(state: dict[str, Any], writer: Writer, process_group: Any) -> None:
+    """Do the same in a thread of its own: the ranks may lose each other, because nothing in training waits for this."""
+    try:
+        write_state(state, writer, process_group)
+    except Error:
+        raise
+    except Exception as error:
+        # A failure of one rank reaches all ranks as an `Error`. Only the exchange itself can fail in another way.
+        raise CheckpointError(
+            f"{writer.path}: not saved, since the ranks did not reach each other: {type(error).__name__}: {error}; "
+            "call result() on all of them before one ends or destroys its process group"
+        ) from error
+
+
+def _described(item: WriteItem) -> TensorWriteData:
+    """Return what DCP says about an item that is a tensor."""
+    assert item.tensor_data is not None
+    return item.tensor_data
+
+
+def _bytes(item: WriteItem) -> int:
+    of = _described(item)
+    return of.chunk.sizes.numel() * of.properties.dtype.itemsize
+
+
+def _look_up(planner: SavePlanner, item: WriteItem) -> Any:
+    # `resolve_data` would return the value pickled.
+    look_up = getattr(planner, "lookup_object", None)
+    if look_up is None:
+        raise OptionError(
+            f"{type(planner).__name__} cannot give {item.index.fqn!r} as a value; use DCP's DefaultSavePlanner or a "
+            "planner with its lookup_object"
+        )
+    return encode(look_up(item.index), item.index.fqn)
+
+
+def _resolved(items: list[WriteItem], planner: SavePlanner) -> tuple[list[torch.Tensor], torch.device | None]:
+    """Return the items' tensors, contiguous and on the host or on one GPU, and that GPU."""
+    found = []
+    gpu: torch.device | None = None
+    for item in items:
+        data = _dense(planner.resolve_data(item))
+        if is_gpu(data.device) and gpu in (None, data.device):
+            gpu = data.device
+        elif data.device.type != "cpu":
+            # On a second GPU, or on a device that only torch can read.
+            data = data.cpu()
+        found.append(data)
+    return found, gpu
+
+
+def _dense(data: Any) -> torch.Tensor:
+    """Return a tensor's elements as a file has them: in order, without gaps."""
+    tensor = local(data).detach()
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def _columns(items: list[WriteItem], tensors: list[torch.Tensor]) -> dict[str, list[Any]]:
+    """Return what the engine has to know about tensors: one list for each property."""
+    described = [(item.index.fqn, _described(item)) for item in items]
+    return {
+        "name": [_entry_name(name, of.chunk, of.size) for name, of in described],
+        "dtype": [dtype_name(data.dtype, item.index.fqn) for item, data in zip(items, tensors, strict=True)],
+        "shape": [list(data.shape) for data in tensors],
+        "address": [address(data) for data in tensors],
+        "on_device": [is_gpu(data.device) for data in tensors],
+    }
+
+
+def _entry_name(name: str, chunk: ChunkStorageMetadata, size: torch.Size) -> str:
+    """Return a chunk's name in its file: the tensor's, with ranges where the chunk is a part."""
+    if chunk.sizes == size:
+        return name
+    ranges = (f"{offset}:{offset + length}" for offset, length in zip(chunk.offsets, chunk.sizes, strict=True))
+    return f"{name}[{','.join(ranges)}]"
+
+
+def _where(items: list[WriteItem], entries: dict[str, list[Any]], written: list[Any]) -> tuple[Stored, Files]:
+    """Return where the engine has written each item, and the files."""
+    files: list[dict[str, Any]] = []
+    stored: Stored = [{} for _ in items]
+    for name, length, blocks, inside in written:
+        files.append({"name": name, "bytes": length, "blocks": blocks})
+        for number, begin, end in inside:
+            described = _described(items[number])
+            stored[number] = {
+                "dtype": entries["dtype"][number],
+                "size": list(described.size),
+                "offsets": list(described.chunk.offsets),
+                "shape": entries["shape"][number],
+                "file": name,
+                "begin": begin,
+                "end": end,
+            }
+    return stored, tuple(files)
+
+
+def _manifest(stored: list[tuple[str, _StoredItem]], planner_data: Any) -> dict[str, Any]:
+    """Return the manifest of what all ranks have stored."""
+    manifest: dict[str, Any] = {
+        "block_bytes": _core.CHECKPOINT_BLOCK_BYTES,
+        "files": [],
+        "tensors": {},
+        "objects": {},
+        "paths": _paths(planner_data),
+        "made_by": {"forebay": _core.version(), "torch": torch.__version__},
+    }
+    for _, part in stored:
+        manifest["files"] += part.files
+    numbers = {file["name"]: number for number, file in enumerate(manifest["files"])}
+    for name, part in stored:
+        if part.tensor is None:
+            manifest["objects"][name] = part.value
+            continue
+        of = part.tensor
+        tensor = manifest["tensors"].setdefault(name, {"dtype": of["dtype"], "shape": of["size"], "chunks": []})
+        chunk = {key: of[key] for key in ("offsets", "shape", "begin", "end")}
+        tensor["chunks"].append({**chunk, "file": numbers[of["file"]]})
+    return manifest
+
+
+def _paths(planner_data: Any) -> dict[str, list[str | int]]:
+    if planner_data is None:
+        return {}
+    plain = isinstance(planner_data, dict) and all(
+        isinstance(path, tuple) and all(type(key) in (str, int) for key in path) for path in planner_data.values()
+    )
+    if not plain:
+        raise OptionError("the planner's own data cannot be kept without pickle; use DCP's DefaultSavePlanner")
+    return {name: list(path) for name, path in planner_data.items()}

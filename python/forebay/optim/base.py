@@ -1,0 +1,585 @@
+"""The base of all optimizers: torch's contract over the engine, whatever the update rule.
+
+A subclass names a rule of the engine and how a group's settings become the rule's numbers. Everything else goes by the
+rule's columns: this file and its neighbours know no optimizer by name.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from forebay import _core
+from forebay._device import CPU, check_not_captured, device_of, engine_name, is_gpu, stream_handle
+from forebay._live import wait_for_live, waited_s
+from forebay._tensors import (
+    address,
+    bump_versions,
+    check_gradient,
+    check_parameter,
+    follow_weight,
+    local,
+    total_norm,
+)
+from forebay.errors import CheckpointError, DeviceError, OptionError
+from forebay.optim.backward import Landed, last_backward
+from forebay.optim.create import create
+from forebay.optim.gather import Flat, Found, Store
+from forebay.optim.load import load
+from forebay.optim.options import Keywords, Options, check_options
+from forebay.optim.state import MASTER, STEP, ParameterState, State
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from contextlib import AbstractContextManager
+
+
+@dataclass(frozen=True)
+class Clip:
+    """What a step does with the gradients' norm."""
+
+    # What gradients are multiplied with, an f32 on the device; None for no clipping.
+    coefficient: torch.Tensor | None = None
+    # Whether the norm is not finite and the step is left out.
+    skips: bool = False
+
+
+class Optimizer(torch.optim.Optimizer):
+    """An optimizer of torch's kind whose state may be on the host, and whose update runs on the GPU, the host or both.
+
+    State lives in pinned host memory, flat and of exact size. During ``step`` it streams through a ring of ``slots``
+    buffers of ``chunk_bytes`` on the GPU, at the speed of the link. ``step`` returns when the last update has been
+    launched. At most ``slots`` stores are then still running, and reading the state through this object waits for the
+    stores that it needs.
+
+    Parameters
+    ----------
+    params
+        As in ``torch.optim``.
+    settings
+        The settings of the subclass, which become the defaults of the groups.
+    options
+        The options below, by name.
+
+    Other Parameters
+    ----------------
+    placement
+        Where state is and what updates it, with the same bits everywhere. ``"stream"`` keeps it on the host and updates
+        it on the GPU. ``"resident"`` keeps it on the parameters' device. ``"host"`` keeps and updates it on the host:
+        gradients are copied to the host and weights back. ``"hybrid"`` divides it between GPU and host, which work at
+        the same time.
+    chunk_bytes
+        Bytes of one slot, all columns of state together.
+    slots
+        Slots in the ring; ``slots * chunk_bytes`` is the GPU memory that a step needs.
+    master_weights
+        Keep an f32 master of each bf16 and f16 parameter, as ``state[p]["master_param"]``. By default on.
+    state_dtype
+        The type of the state; ``torch.float32``.
+    max_grad_norm
+        Clip the gradients' global norm inside the step. The coefficient is computed and used on the device. Gradients
+        themselves stay as they are.
+    skip_nonfinite
+        Leave a step out when the norm is not finite. Costs one wait for the device in each step.
+    pinned_budget_bytes
+        Refuse to pin more than this: state, the gradients of ``last_backward``, and where the host updates parameters
+        of a GPU a ring of ``2 * slots * chunk_bytes`` for their gradients and weights.
+    device
+        Where to compute when parameters are on the CPU; by default on the CPU.
+    host_fraction
+        The part of the state, by bytes, that the host updates in placement ``"hybrid"``. ``"auto"``, the default, finds
+        in the first steps the part that makes GPU and host finish together, and uses it until a step updates more than
+        twice as much.
+    host_threads
+        Threads that update on the host; by default as many as this process has cores.
+    host_kernel
+        ``"portable"``, ``"avx2"`` or ``"avx512"``; by default the best that this CPU has.
+    """
+
+    rule: ClassVar[str]
+    """The name of the engine's update rule."""
+    reference: ClassVar[type[torch.optim.Optimizer] | None] = None
+    """Torch's class that checks the settings and names the keys of a group."""
+    settings: ClassVar[tuple[str, ...]]
+    """The keys of a group that the subclass's constructor takes."""
+    switches: ClassVar[dict[str, str]] = {}
+    """For columns that not every group has: the setting that decides."""
+    alive: ClassVar[weakref.WeakSet[Optimizer]] = weakref.WeakSet()
+    """Every optimizer of this process."""
+
+    def __init__(self, params: Iterable[Any], settings: dict[str, Any], options: Keywords) -> None:
+        checked = check_options(type(self), options)
+        defaults = self.check_settings(settings)
+        self._set_up(checked)
+        super().__init__(params, defaults)
+        self._choose_device()
+
+    def numbers(self, group: dict[str, Any]) -> list[float]:
+        """Return a group's numbers, in the order of the rule's ``hypers``."""
+        raise NotImplementedError
+
+    @classmethod
+    def check_settings(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        """Refuse settings that cannot work; return the defaults of a group, with all keys of this version of torch."""
+        assert cls.reference is not None
+        reference: Any = cls.reference
+        try:
+            return dict(reference([torch.zeros(1)], **settings).defaults)
+        except ValueError as error:
+            raise OptionError(str(error)) from error
+
+    def _set_up(self, options: Options) -> None:
+        Optimizer.alive.add(self)
+        self._options = options
+        self._rule = _core.Rule(self.rule)
+        self._state = State(self)
+        # Opened at its first use, never in the constructor. It knows whether it is closed, has a ring, can be trusted.
+        self._engine: _core.Optimizer | None = None
+        # The process that opened it.
+        self._process = 0
+        self._compute = CPU
+        # Where the engine has the state of a parameter, by its id: the store's number, and the place there.
+        self._homes: dict[int, tuple[int, int]] = {}
+        self._stores: list[Store] = []
+        # The parameters of the last step, no two of which share memory.
+        self._apart: _core.Looked | None = None
+        self._flat: Flat | None = None
+        self._landed = Landed()
+        self._grad_norm: torch.Tensor | None = None
+        self._step_s = 0.0
+
+    # What torch's optimizers do.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; their state is created with the next step, load or ``prepare``."""
+        super().add_param_group(param_group)
+        index = len(self.param_groups) - 1
+        group = self.param_groups[index]
+        try:
+            for position, parameter in enumerate(group["params"]):
+                check_parameter(parameter, self._name(index, position), self._label)
+            self._check_group(group)
+            self.check_settings({name: group[name] for name in self.settings})
+        except OptionError:
+            self.param_groups.pop()
+            raise
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        for option in ("capturable", "differentiable"):
+            if group.get(option):
+                raise OptionError(f"{option}=True is not supported: the step runs on the engine's own streams")
+        name = "decoupled_weight_decay"
+        if group.get(name, self.defaults.get(name)) != self.defaults.get(name):
+            raise OptionError(f"{name}={group[name]} is not supported by {self._label}")
+        rate(group)
+
+    @property
+    def _label(self) -> str:
+        """What error messages call this optimizer."""
+        return f"forebay.{type(self).__name__}"
+
+    @property
+    def state_names(self) -> list[str]:
+        """The names that a parameter's state may have."""
+        return [*([STEP] if self._rule.shows_step else []), *self._rule.columns, MASTER]
+
+    def _name(self, group: int, position: int) -> str:
+        names = self.param_groups[group].get("param_names")
+        return names[position] if names else f"parameter {position} of group {group}"
+
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        for index, group in enumerate(self.param_groups):
+            for position, one in enumerate(group["params"]):
+                if one is parameter:
+                    return self._name(index, position)
+        return f"a parameter of shape {tuple(parameter.shape)}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "defaults": self.defaults,
+            "state": self.state,
+            "param_groups": self.param_groups,
+            "_options": self._options,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        if "_options" in state:
+            self._set_up(state.pop("_options"))
+        loaded = state.pop("state", None)
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+        if loaded is not None:
+            self.state = loaded
+
+    @property  # type: ignore[override]
+    def state(self) -> State:
+        """A parameter's state by parameter. Reading waits for its stores, and what is written is what counts."""
+        return self._state
+
+    @state.setter
+    def state(self, values: Any) -> None:
+        if values is not self._state:
+            self._state.replace(values)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return state and groups as in torch. The tensors are the live ones, the dicts around them are not."""
+        packed = super().state_dict()
+        state = packed.get("state", {})
+        return {
+            **packed,
+            "state": {key: dict(of) if isinstance(of, ParameterState) else of for key, of in state.items()},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load state in the format of torch's optimizer of this kind, in place: nothing passes through the GPU.
+
+        Everything is checked before anything is changed. State of parameters that the dict does not have starts anew.
+        """
+        load(self, state_dict)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient.
+
+        Parameters
+        ----------
+        closure
+            Computes the loss again; its value is returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        start = time.perf_counter()
+        self.check_trusted("stepped")
+        engine, compute = self._open()
+        found = self._collect(compute)
+        clip = self._clip(found.gradients, compute) if found.parameters else Clip(skips=True)
+        if clip.skips:
+            self._landed.forget(engine)
+            return loss
+        create(self, found.flat, found.parameters)
+        self._landed.check(engine)
+        try:
+            self._update(engine, compute, found, clip)
+        finally:
+            self._landed.forget(engine)
+        self.state.updated(found.parameters)
+        bump_versions(found.parameters)
+        if found.inner is not found.parameters:
+            bump_versions(found.inner)
+        for original, copy in found.copies:
+            original.copy_(copy)
+        self._step_s = time.perf_counter() - start
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in torch. Copies of gradients for a step that was left out are dropped too."""
+        super().zero_grad(set_to_none)
+        if self._engine is not None and not self._is_inherited():
+            self._landed.forget(self._engine)
+
+    # The parts of a step.
+
+    def _collect(self, compute: torch.device) -> Found:
+        """Return the parameters that have a gradient, checked before anything is changed."""
+        for group in self.param_groups:
+            self._check_group(group)
+        found = Found(self._flatten())
+        if not found.read(compute.index if is_gpu(compute) else -1):
+            self._explain(found, compute)
+        return found
+
+    def _flatten(self) -> Flat:
+        lists = [group["params"] for group in self.param_groups]
+        if self._flat is None or not self._flat.is_still(lists):
+            self._flat = Flat([list(parameters) for parameters in lists])
+        return self._flat
+
+    def _explain(self, found: Found, compute: torch.device) -> None:
+        """Say which parameter or gradient the engine cannot work on."""
+        rows = zip(found.inner, found.inner_gradients, found.groups, found.positions, strict=True)
+        for parameter, gradient, group, position in rows:
+            name = self._name(group, position)
+            check_parameter(parameter, name, self._label)
+            check_gradient(parameter, gradient, name, self._label)
+            if parameter.device != compute and is_gpu(parameter.device):
+                raise OptionError(
+                    f"{name} is on {parameter.device}, this optimizer computes on {compute}; make the optimizer "
+                    "after moving the model, or use one optimizer for each device"
+                )
+        raise OptionError("parameters and gradients do not fit together")
+
+    def _clip(self, gradients: list[torch.Tensor], compute: torch.device) -> Clip:
+        limit = self._options.max_grad_norm
+        if limit is None:
+            return Clip()
+        self._grad_norm = norm = total_norm(gradients)
+        if self._options.skip_nonfinite and not bool(torch.isfinite(norm)):
+            return Clip(skips=True)
+        # As torch.nn.utils.clip_grad_norm_ computes it.
+        return Clip(torch.clamp(limit / (norm + 1e-6), max=1.0).to(device=compute, dtype=torch.float32))
+
+    def _update(self, engine: _core.Optimizer, compute: torch.device, found: Found, clip: Clip) -> None:
+        """Let the engine update what was found, after the checks that need its state."""
+        assert found.properties is not None
+        self._open_ring(engine, compute)
+        store = found.flat.store if found.whole else None
+        # Where all parameters are those of one store, what fitted in the last step is not checked again.
+        homes = [self._homes[id(parameter)] for parameter in found.parameters] if store is None else None
+        if store is None or found.properties.fits is not store:
+            self._check_unchanged(found, *self._created_as(store, homes))
+            found.properties.fits = store
+        if not (found.contiguous and all(store.contiguous for store in self._stores)):
+            found.put_in_order(self._strides(store, homes))
+        tensors = found.tensors_of(self._stores, homes)
+        self._check_apart(found)
+        numbers = [self.numbers(group) for group in self.param_groups]
+        scale = 0 if clip.coefficient is None else address(clip.coefficient)
+        resident = self._addresses(found) if self._options.is_resident else None
+        engine.step(tensors, numbers, stream_handle(compute), scale, resident)
+
+    def _created_as(
+        self, store: Store | None, homes: list[tuple[int, int]] | None
+    ) -> tuple[list[int], list[torch.Size]]:
+        """Return the devices and shapes that state was created for."""
+        if store is not None:
+            return store.devices, store.shapes
+        places = [(self._stores[number], index) for number, index in homes or ()]
+        return [store.devices[index] for store, index in places], [store.shapes[index] for store, index in places]
+
+    def _strides(self, store: Store | None, homes: list[tuple[int, int]] | None) -> list[tuple[int, ...]]:
+        if store is not None:
+            return store.strides
+        return [self._stores[number].strides[index] for number, index in homes or ()]
+
+    def _check_unchanged(self, found: Found, devices: list[int], shapes: list[torch.Size]) -> None:
+        """Refuse parameters that are no longer what their state was created for."""
+        assert found.properties is not None
+        if found.properties.looked.devices == devices and found.properties.shapes == shapes:
+            return
+        rows = zip(found.inner, devices, shapes, found.groups, found.positions, strict=True)
+        for parameter, number, shape, group, position in rows:
+            name = self._name(group, position)
+            if parameter.get_device() != number:
+                raise OptionError(
+                    f"{name} is on {parameter.device}, its state was created for {device_of(number)}; make the "
+                    "optimizer after moving the model"
+                )
+            if parameter.shape != shape:
+                raise OptionError(
+                    f"{name} has shape {tuple(parameter.shape)}, its state {tuple(shape)}; make a new optimizer after "
+                    "changing a parameter's shape"
+                )
+
+    def _check_apart(self, found: Found) -> None:
+        """Refuse parameters that share memory: torch updates them in turn, the engine updates them together."""
+        assert found.looked is not None
+        parameters = found.looked[0]
+        pair = parameters.overlap(self._apart)
+        if pair is not None:
+            first, second = (self._name(found.groups[place], found.positions[place]) for place in pair)
+            raise OptionError(
+                f"{first} and {second} share memory; use one and the same parameter in both places, or give each "
+                "memory of its own with clone"
+            )
+        self._apart = parameters
+
+    def _addresses(self, found: Found) -> list[list[list[int]]]:
+        """Return where the columns of resident state are, for each parameter of each store."""
+        state = self.state
+        addresses: list[list[list[int]]] = [[[] for _ in store.parameters] for store in self._stores]
+        for parameter, group, position in zip(found.parameters, found.groups, found.positions, strict=True):
+            number, index = self._homes[id(parameter)]
+            room, store = state.rooms[id(parameter)], self._stores[number]
+            for column in room.columns:
+                inner = local(state.view(room, column))
+                if inner.get_device() != store.devices[index] or inner.dtype != torch.float32:
+                    name = self._name(group, position)
+                    raise OptionError(f"{column} of {name} was moved to {inner.device} as {inner.dtype}; move it back")
+                if inner.shape != store.shapes[index] or (inner.numel() > 1 and inner.stride() != store.strides[index]):
+                    name = self._name(group, position)
+                    raise OptionError(f"{column} of {name} was given another shape or order; assign it through state")
+                addresses[number][index].append(address(inner))
+        return addresses
+
+    # Creating state.
+
+    def prepare(self) -> None:
+        """Create and pin the state of every parameter that can have a gradient, now instead of at the first step."""
+        self._open()
+        create(self, self._flatten(), [])
+
+    def _open(self) -> tuple[_core.Optimizer, torch.device]:
+        """Return the engine and the device that it computes on."""
+        if self._engine is None:
+            self._compute = self._choose_device()
+            self._engine, self._process = self._options.open(engine_name(self._compute), self.rule), os.getpid()
+        if self._is_inherited():
+            raise DeviceError(
+                "this optimizer was used before fork() and does not work in the child; make another there"
+            )
+        if self._engine.closed:
+            raise OptionError("this optimizer was closed; make a new one")
+        check_not_captured(self._compute, f"{self._label}.step")
+        return self._engine, self._compute
+
+    def _choose_device(self) -> torch.device:
+        devices = {local(parameter).device for group in self.param_groups for parameter in group["params"]}
+        gpus = sorted({device.index or 0 for device in devices if is_gpu(device)})
+        asked = self._options.device
+        if len(gpus) > 1:
+            raise OptionError(f"parameters are on several GPUs: {gpus}; use one optimizer for each")
+        if not gpus:
+            return asked or CPU
+        found = device_of(gpus[0])
+        if asked is not None and asked != found:
+            raise OptionError(f"device={asked} contradicts parameters on {found}; leave it out")
+        return found
+
+    def _forget_home(self, number: int) -> None:
+        """Forget a parameter, given by its id; nothing updates it again."""
+        store, index = self._homes.pop(number)
+        self._stores[store].parameters[index] = None
+
+    def _open_ring(self, engine: _core.Optimizer, compute: torch.device) -> None:
+        """Make the ring where there is none and this placement needs one."""
+        if engine.has_ring or not (size := engine.ring_bytes()):
+            return
+        # From torch's own allocator, so that its statistics include the ring.
+        ring = torch.empty(size, dtype=torch.uint8, device=compute) if is_gpu(compute) else None
+        engine.open_ring(0 if ring is None else address(ring), ring, stream_handle(compute))
+
+    def _release_ring(self) -> None:
+        """Wait for all stores and free the ring's memory on the device; ``_restore_ring`` makes it again."""
+        self.synchronize()
+        if self._engine is not None and not self.is_closed:
+            self._engine.close_ring()
+
+    def _restore_ring(self) -> None:
+        if self._engine is not None and self._stores and not self.is_closed:
+            self._open_ring(self._engine, self._compute)
+
+    # Reading state.
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._engine is not None and not self._is_inherited() and self._engine.closed
+
+    def _is_inherited(self) -> bool:
+        """Whether this is a forked child, which has neither the engine's threads nor its memory."""
+        return self._engine is not None and self._process != os.getpid()
+
+    def _settle(self, parameter: torch.Tensor | None) -> None:
+        """Wait for the stores into a parameter's state, or for all of them."""
+        if self._stores and self._is_inherited():
+            raise DeviceError(
+                "this optimizer was used before fork(), and its pinned state is not there in the child; read it in the "
+                "parent, or make another optimizer in the child"
+            )
+        if self._engine is not None and not self.is_closed:
+            if parameter is None:
+                self._engine.synchronize()
+            elif (home := self._homes.get(id(parameter))) is not None:
+                self._engine.settle(*home)
+        if self.state.fresh:
+            # A step makes a master from its weight by itself; a reader before the first step sees it too. After the
+            # wait: a store of neighbours in the same chunk may still be writing the zeros.
+            self.state.make_masters(parameter)
+
+    def _protect(self) -> None:
+        """Wait until state may be written here, as far as a running save is concerned."""
+        wait_for_live(self)
+        if self._engine is not None and not self._is_inherited() and not self._engine.closed:
+            self._engine.protect_all()
+
+    def synchronize(self) -> None:
+        """Wait until every store of the last step has ended."""
+        self._settle(None)
+
+    @torch.no_grad()
+    def refresh_master_weights(self) -> None:
+        """Make every master follow its parameter now: where a master's rounding is not the weight, the weight wins.
+
+        The step does the same by itself; this is for code that reads ``master_param`` before it.
+        """
+        self.synchronize()
+        self._protect()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                room = self.state.rooms.get(id(parameter))
+                if room is not None and MASTER in room.views:
+                    follow_weight(local(room.views[MASTER]), local(parameter).detach())
+
+    @property
+    def grad_norm(self) -> torch.Tensor | None:
+        """The gradients' norm at the last step, a 0-dim tensor; None without ``max_grad_norm``. Reading it waits."""
+        return self._grad_norm
+
+    def stats(self) -> dict[str, float | int]:
+        """Return the last step in numbers. Waits for its stores.
+
+        Bytes are payload: two f32 columns without masters are exactly 8 bytes for each parameter and direction. The
+        times of the stages are sums over chunks, measured on one chunk in 64. The step waited ``stalls`` times for a
+        slot of the ring, and ``save_stalls`` times for the writer of an ``async_save``.
+        """
+        engine = self._engine or self._options.open(engine_name(CPU), self.rule)
+        found = {"step_s": self._step_s, **engine.stats()}
+        before_s = waited_s(self)
+        found["save_stalls"] += before_s > 0
+        found["save_stall_s"] += before_s
+        return found
+
+    def last_backward(self) -> AbstractContextManager[None]:
+        """Mark the last backward before a step: ``with optimizer.last_backward(): loss.backward()``.
+
+        Gradients are then copied to the host as they become final, and the step uses the copies. For placements
+        ``"host"`` and ``"hybrid"``, plain modules and FSDP2; refused under DDP, which reduces gradients later. Memory
+        for them is pinned at the first use: as many bytes as the gradients have.
+        """
+        return last_backward(self)
+
+    # Failure, and the end.
+
+    def distrust(self, reason: str) -> None:
+        """Refuse to step until the state has been loaded anew: a load failed after it had written some of it."""
+        engine = self._engine or self._open()[0]
+        engine.distrust(f"its last load broke off with: {reason}")
+
+    def check_trusted(self, done: str) -> None:
+        """Refuse state that a load or a step left half written."""
+        reason = None if self._engine is None or self._is_inherited() else self._engine.distrusted
+        if reason is not None:
+            raise CheckpointError(
+                f"the optimizer cannot be {done}: {reason}; load a checkpoint that is whole, and the model's with it"
+            )
+
+    def close(self) -> None:
+        """Free ring and pinned memory. State that is still referenced stays readable, and keeps its memory."""
+        if not self._is_inherited() and not self.is_closed:
+            if self._engine is None:
+                # One that was never used holds nothing: only the fact that it is closed has to be kept.
+                self._engine, self._process = self._options.open(engine_name(CPU), self.rule), os.getpid()
+            self._landed.forget(self._engine)
+            self._engine.close()
+        self._landed.close()
+        self.state.forget_taken()
+
+
+def rate(group: dict[str, Any]) -> float:
+    """Return a group's learning rate; refuses a tensor on a GPU."""
+    lr = group["lr"]
+    if not isinstance(lr, torch.Tensor):
+        return float(lr)
+    if lr.device.type != CPU.type:
+        raise OptionError(f"lr is a tensor on {lr.device}; keep it on the CPU, reading it would wait for the GPU")
+    return float(lr.item())

@@ -1,0 +1,120 @@
+"""Creating state: which columns each parameter has, and where they are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forebay._device import is_gpu
+from forebay._tensors import check_parameter, host_tensor, local, state_like
+from forebay.errors import OptionError
+from forebay.optim.gather import Flat, Store
+from forebay.optim.state import MASTER, STEP, Room, resident_column
+from forebay.optim.values import check_layout
+
+if TYPE_CHECKING:
+    from forebay.optim.base import Optimizer
+
+
+def create(optimizer: Optimizer, flat: Flat, found: list[torch.Tensor]) -> None:
+    """Create state for all parameters that can have a gradient and have none yet.
+
+    Parameters
+    ----------
+    optimizer
+        The optimizer.
+    flat
+        Its parameters.
+    found
+        Parameters that get state in any case: they have a gradient, or state to be loaded.
+    """
+    state, homes = optimizer.state, optimizer._homes
+    numbers = [optimizer.numbers(group) for group in optimizer.param_groups]
+    columns = [optimizer._rule.keeps(of_group) for of_group in numbers]
+    is_known = flat.complete or homes.keys() >= set(map(id, found))
+    if flat.created == columns and is_known and not state.edited:
+        return
+    check_columns(optimizer, optimizer.param_groups)
+    if optimizer._options.is_resident:
+        # A parameter that was replaced would otherwise stay in memory.
+        state.forget_taken(keep=set(map(id, flat.parameters)))
+    wanted = set(map(id, found))
+    new: list[int] = []
+    for place, parameter in enumerate(flat.parameters):
+        if id(parameter) in homes:
+            state.complete(state.rooms[id(parameter)])
+        elif parameter.requires_grad or id(parameter) in wanted:
+            group = flat.groups[place]
+            name = optimizer._name(group, flat.positions[place])
+            check_parameter(parameter, name, optimizer._label)
+            for column, value in dict.get(state, parameter, {}).items():
+                if column in (*columns[group], MASTER) and value is not None:
+                    check_layout(name, parameter, column, value, " as assigned")
+            new.append(place)
+    if new:
+        _add(optimizer, flat, new, numbers)
+    state.edited = False
+    flat.settle(columns, optimizer._stores, homes)
+
+
+def check_columns(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Refuse groups that need other state than was created."""
+    for index, group in enumerate(groups):
+        needed = optimizer._rule.keeps(optimizer.numbers(group))
+        for parameter in group["params"]:
+            if id(parameter) not in optimizer._homes:
+                continue
+            kept = optimizer.state.rooms[id(parameter)].own
+            # A column that appears late and is not used for a while stays as it is.
+            changed = [] if optimizer._rule.appears_late else [name for name in kept if name not in needed]
+            changed += [name for name in needed if name not in kept]
+            if changed:
+                switch = optimizer.switches.get(changed[0], changed[0])
+                raise OptionError(
+                    f"{switch} was switched {'off' if changed[0] in kept else 'on'} for group {index} after its state "
+                    "was created; make a new optimizer"
+                )
+
+
+def _add(optimizer: Optimizer, flat: Flat, new: list[int], numbers: list[list[float]]) -> None:
+    """Create a store for the parameters at these places of ``flat``."""
+    engine, compute = optimizer._open()
+    options, state = optimizer._options, optimizer.state
+    parameters = [flat.parameters[place] for place in new]
+    names = [optimizer._name(flat.groups[place], flat.positions[place]) for place in new]
+    groups = [flat.groups[place] for place in new]
+    inner = [local(parameter) for parameter in parameters]
+    master = [options.keeps_master(tensor.dtype) for tensor in inner]
+    columns = [
+        (*optimizer._rule.keeps(numbers[group]), *([MASTER] if has_master else []))
+        for group, has_master in zip(groups, master, strict=True)
+    ]
+    views: list[dict[str, torch.Tensor]] = [{} for _ in new]
+    if options.is_resident:
+        for name, tensor in zip(names, inner, strict=True):
+            if tensor.device != compute:
+                raise OptionError(
+                    f"{name} is on {tensor.device}, this optimizer computes on {compute}; placement 'resident' cannot "
+                    "bring it there, use 'stream'"
+                )
+        for parameter, kept, of_parameter in zip(parameters, columns, views, strict=True):
+            shown = [name for name in kept if not state.is_late(name)]
+            of_parameter.update((name, resident_column(parameter)) for name in shown)
+    # Where nothing goes through the device, a parameter on the host is updated in place.
+    in_place = not is_gpu(compute) and options.host_fraction == 1.0
+    on_host = [tensor.device != compute or in_place for tensor in inner]
+    if not optimizer._stores:
+        optimizer._open_ring(engine, compute)
+    sizes = [tensor.numel() for tensor in inner]
+    number = engine.add(list(zip(names, sizes, groups, master, on_host, strict=True)), numbers)
+    optimizer._stores.append(Store(parameters))
+    for index, (parameter, kept, of_parameter) in enumerate(zip(parameters, columns, views, strict=True)):
+        optimizer._homes[id(parameter)] = (number, index)
+        for name in () if options.is_resident else kept:
+            view = engine.view(number, index, name)
+            assert view is not None
+            of_parameter[name] = state_like(parameter, host_tensor(view, inner[index]))
+        counter = engine.view(number, index, STEP)
+        assert counter is not None
+        state.place(Room(parameter, kept, torch.frombuffer(counter, dtype=torch.float32)[0], of_parameter))

@@ -1,0 +1,119 @@
+"""Loading state dicts in the format of torch's optimizers into the engine's memory, in place."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from forebay._tensors import address, local
+from forebay.errors import OptionError
+from forebay.optim.create import check_columns, create
+from forebay.optim.values import check_layout
+
+if TYPE_CHECKING:
+    from collections.abc import Container
+
+    from forebay.optim.base import Optimizer
+
+OWN = ("params", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
+"""What a group keeps when it is loaded: its parameters, and how to compute rather than what."""
+
+
+@torch.no_grad()
+def load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Load a state dict; see ``Optimizer.load_state_dict``."""
+    state_dict = dict(state_dict)
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed = hook(optimizer, state_dict)
+        if changed is not None:
+            state_dict = changed
+    saved_groups = deepcopy(state_dict["param_groups"])
+    by_parameter = _check_loaded(optimizer, saved_groups, state_dict["state"])
+    groups = [_merge_group(group, saved) for group, saved in zip(optimizer.param_groups, saved_groups, strict=True)]
+    for group in groups:
+        optimizer._check_group(group)
+    check_columns(optimizer, groups)
+    engine, _ = optimizer._open()
+    optimizer._settle(None)
+    optimizer._protect()
+    earlier, optimizer.param_groups = optimizer.param_groups, groups
+    try:
+        create(optimizer, optimizer._flatten(), [parameter for parameter, _ in by_parameter])
+    except BaseException:
+        optimizer.param_groups = earlier
+        raise
+    state = optimizer.state
+    # A source may be the live state of another parameter: copy such sources before anything is overwritten.
+    sources = {
+        id(parameter): {
+            name: _copied(value, state.owners, state.rooms[id(parameter)].views.get(name))
+            for name, value in values.items()
+        }
+        for parameter, values in by_parameter
+    }
+    for number, room in state.rooms.items():
+        if room.taken is None:
+            state.fill(room, sources.get(number, {}))
+    for parameter in list(state):
+        if id(parameter) not in state.rooms:
+            del state[parameter]
+    engine.trust()
+    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        post_hook(optimizer)
+
+
+def _merge_group(group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    return {**group, **saved, **{key: group[key] for key in OWN if key in group}}
+
+
+def _check_loaded(
+    optimizer: Optimizer, saved_groups: list[dict[str, Any]], saved_state: dict[Any, Any]
+) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+    """Refuse a state dict of another model, with names and shapes; return the parameters that have state."""
+    if len(saved_groups) != len(optimizer.param_groups):
+        raise OptionError(f"the state dict has {len(saved_groups)} groups, the optimizer {len(optimizer.param_groups)}")
+    pairs = []
+    for index, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
+        if len(saved["params"]) != len(group["params"]):
+            raise OptionError(
+                f"group {index} has {len(saved['params'])} parameters in the state dict and "
+                f"{len(group['params'])} in the optimizer"
+            )
+        for position, (key, parameter) in enumerate(zip(saved["params"], group["params"], strict=True)):
+            found = (saved_state.get(key) or {}).items()
+            values = {name: value for name, value in found if not _is_none(optimizer, name, value)}
+            if not values:
+                continue
+            for name, value in values.items():
+                check_value(optimizer, optimizer._name(index, position), parameter, name, value)
+            pairs.append((parameter, values))
+    return pairs
+
+
+def _is_none(optimizer: Optimizer, name: str, value: Any) -> bool:
+    """Whether a value stands for no state.
+
+    Torch may have None for state that appears late. DCP gives an empty dict for a name that its flattened state dict
+    does not have.
+    """
+    return (value is None and optimizer.state.is_late(name)) or (isinstance(value, dict) and not value)
+
+
+def check_value(optimizer: Optimizer, parameter_name: str, parameter: torch.Tensor, name: str, value: Any) -> None:
+    """Refuse a value of a state dict that is not the parameter's state."""
+    if name not in optimizer.state_names:
+        kind = type(optimizer).__name__
+        raise OptionError(f"{parameter_name} has state {name!r} in the state dict, which is not {kind}'s")
+    if name != "step":
+        check_layout(parameter_name, parameter, name, value)
+
+
+def _copied(value: Any, mine: Container[int], destination: torch.Tensor | None) -> Any:
+    """Return the value, or a copy of it where it is live state of this optimizer at another place."""
+    if not isinstance(value, torch.Tensor) or local(value).numel() == 0:
+        return value
+    is_mine = local(value).untyped_storage()._cdata in mine
+    is_home = destination is not None and address(local(destination)) == address(local(value))
+    return local(value).clone() if is_mine and not is_home else value

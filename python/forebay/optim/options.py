@@ -1,0 +1,154 @@
+"""The options that every optimizer takes beyond those of its torch counterpart, checked together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+
+from forebay import _core
+from forebay._checks import one_of, positive, share, switch, whole
+from forebay._device import device_named
+from forebay.errors import OptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PLACEMENTS = ("stream", "resident", "host", "hybrid")
+
+
+class Keywords(TypedDict, total=False):
+    """The options as they are given; what each means is written at :class:`forebay.optim.base.Optimizer`."""
+
+    placement: str
+    chunk_bytes: int
+    slots: int
+    master_weights: bool | None
+    state_dtype: torch.dtype
+    max_grad_norm: float | None
+    skip_nonfinite: bool
+    pinned_budget_bytes: int | None
+    device: torch.device | str | None
+    host_fraction: float | str | None
+    host_threads: int | None
+    host_kernel: str | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of one optimizer, checked. The engine reads its own by attribute."""
+
+    placement: str
+    chunk_bytes: int
+    slots: int
+    master_weights: bool | None
+    max_grad_norm: float | None
+    skip_nonfinite: bool
+    pinned_budget_bytes: int | None
+    device: torch.device | None
+    # The part of the state that the host updates; None to find the part that makes both ends finish together.
+    host_fraction: float | None = 0.0
+    host_threads: int | None = None
+    host_kernel: str | None = None
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether state is in memory of torch's, on the parameters' device."""
+        return self.placement == "resident"
+
+    @property
+    def streams(self) -> bool:
+        """Whether state goes through the ring on the device."""
+        return not self.is_resident and self.host_fraction != 1.0
+
+    @property
+    def updates_on_host(self) -> bool:
+        """Whether the host updates any of the state."""
+        return self.host_fraction != 0.0
+
+    def keeps_master(self, dtype: torch.dtype) -> bool:
+        """Whether parameters of this type have a master."""
+        return dtype != torch.float32 and self.master_weights is not False
+
+    def open(self, device: str, rule: str) -> _core.Optimizer:
+        """Return a new engine for a device; it pins and allocates nothing yet."""
+        return _core.Optimizer(device, rule, self)
+
+
+def check_options(owner: type, given: Mapping[str, Any]) -> Options:
+    """Return the options, or refuse those that cannot work and name the remedy.
+
+    Parameters
+    ----------
+    owner
+        The class that was given them; the error for an unknown name is Python's own for that class.
+    given
+        The options by name.
+    """
+    for name in given:
+        if name not in Keywords.__annotations__:
+            raise TypeError(f"{owner.__qualname__}.__init__() got an unexpected keyword argument {name!r}")
+    return _check(**given)
+
+
+def _check(
+    *,
+    placement: str = "stream",
+    chunk_bytes: int = 16 << 20,
+    slots: int = 4,
+    master_weights: bool | None = None,
+    state_dtype: torch.dtype = torch.float32,
+    max_grad_norm: float | None = None,
+    skip_nonfinite: bool = False,
+    pinned_budget_bytes: int | None = None,
+    device: torch.device | str | None = None,
+    host_fraction: float | str | None = None,
+    host_threads: int | None = None,
+    host_kernel: str | None = None,
+) -> Options:
+    one_of("placement", placement, PLACEMENTS)
+    # The smallest slot holds one kernel's work on the widest state: four columns and two operands of 64 f32.
+    whole("chunk_bytes", chunk_bytes, 6 * 64 * 4)
+    whole("slots", slots, 2)
+    if state_dtype != torch.float32:
+        raise OptionError(f"invalid state_dtype: {state_dtype}; state is kept in torch.float32")
+    if skip_nonfinite and max_grad_norm is None:
+        raise OptionError("skip_nonfinite needs max_grad_norm: without it no norm is computed")
+    if pinned_budget_bytes is not None:
+        whole("pinned_budget_bytes", pinned_budget_bytes, 0)
+        if placement == "resident":
+            raise OptionError("pinned_budget_bytes contradicts placement 'resident', which pins no state")
+    return Options(
+        placement=placement,
+        chunk_bytes=chunk_bytes,
+        slots=slots,
+        master_weights=switch("master_weights", master_weights),
+        max_grad_norm=positive("max_grad_norm", max_grad_norm, without="for no clipping"),
+        skip_nonfinite=bool(skip_nonfinite),
+        pinned_budget_bytes=pinned_budget_bytes,
+        device=None if device is None else device_named(device),
+        host_fraction=_check_host(placement, host_fraction, host_threads, host_kernel),
+        host_threads=host_threads,
+        host_kernel=host_kernel,
+    )
+
+
+def _check_host(placement: str, fraction: object, threads: object, kernel: object) -> float | None:
+    """Return the part that the host updates, None to find it."""
+    if fraction is not None and placement != "hybrid":
+        raise OptionError(f"host_fraction={fraction!r} contradicts placement {placement!r}; it belongs to 'hybrid'")
+    if placement in ("stream", "resident"):
+        for name, value in (("host_threads", threads), ("host_kernel", kernel)):
+            if value is not None:
+                raise OptionError(f"{name}={value!r} contradicts placement {placement!r}; use 'host' or 'hybrid'")
+        return 0.0
+    if kernel is not None and not isinstance(kernel, str):
+        raise OptionError(f"invalid host_kernel: {kernel!r}; use 'portable', 'avx2' or 'avx512'")
+    cores = _core.check_host(kernel)
+    # Compared here: a number may be larger than the extension can take.
+    if threads is not None and whole("host_threads", threads, 1) > cores:
+        raise OptionError(f"invalid host_threads: {threads}; this process may use {cores} cores; give 1 to {cores}")
+    if placement == "host":
+        return 1.0
+    return None if fraction is None else share("host_fraction", fraction, auto=True)

@@ -1,0 +1,466 @@
+"""The ``state`` of an optimizer: dicts as in ``torch.optim``, over memory that the engine works on.
+
+Reading waits for the device. Writing goes through: what is assigned is copied to where the engine works, and what is
+taken out starts anew with the next step, as with ``torch.optim``.
+
+[Note: state that appears late]
+A rule may have columns that a parameter gets with its first update, such as SGD's momentum. Their memory may be there
+before; they are shown from the moment on at which the engine's counter of updates is above zero.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from forebay._tensors import address, dense_strides, follow_weight, is_dtensor, local, state_like
+from forebay.optim.values import check_assigned, copy_into
+
+if TYPE_CHECKING:
+    from collections.abc import ItemsView, Iterable, Iterator, ValuesView
+
+    from forebay.optim.base import Optimizer
+
+MASTER = "master_param"
+"""The name of a half-precision parameter's f32 master, which any rule may have beside its own columns."""
+
+STEP = "step"
+"""The name of the engine's counter of updates, whether it is shown or not."""
+
+
+class ParameterState(dict[str, Any]):
+    """The state of one parameter, whose tensors stay where they are: assigning one copies into it."""
+
+    def __init__(self, state: State, parameter: torch.Tensor) -> None:
+        super().__init__()
+        # None once it was taken out of the state: then it is a dict like any other.
+        self.state: State | None = state
+        self.parameter = parameter
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if self.state is not None:
+            value = self.state.write(self.parameter, name, value)
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        if self.state is not None:
+            self.state.edited = True
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """Take a value out and return it, or the default."""
+        if name not in self and default:
+            return default[0]
+        value = self[name]
+        del self[name]
+        return value
+
+    # A dict's own do not call the methods above.
+    clear = MutableMapping.clear
+    popitem = MutableMapping.popitem
+    setdefault = MutableMapping.setdefault
+    update = MutableMapping.update
+
+    def __ior__(self, other: Any) -> Self:  # type: ignore[override,misc]
+        self.update(other)
+        return self
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+
+@dataclass(eq=False)
+class Room:
+    """The memory of one parameter's state."""
+
+    parameter: torch.Tensor
+    # What the engine keeps for it: the rule's columns, then the master.
+    columns: tuple[str, ...]
+    # The engine's counter of its updates.
+    counter: torch.Tensor
+    # Tensors over the memory, by column. In placement "resident" a column that is not shown may have none.
+    views: dict[str, torch.Tensor]
+    # The tensors over pinned memory once more: what is assigned to the ``.data`` of a view does not reach these.
+    origins: dict[str, torch.Tensor] = field(default_factory=dict)
+    # A dict that was taken out and still shows this memory.
+    taken: weakref.ref[ParameterState] | None = None
+
+    @property
+    def own(self) -> list[str]:
+        """The columns without the master."""
+        return [name for name in self.columns if name != MASTER]
+
+
+class State(defaultdict["torch.Tensor", dict[str, Any]]):
+    """A parameter's state by parameter, as in ``torch.optim``, read only after its bytes have arrived.
+
+    Looking up one parameter waits for the stores into that parameter's state and for nothing else; iterating waits for
+    all stores. Tensors that were looked up before a step are overwritten by that step: look them up again, or call
+    ``synchronize``.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        super().__init__(dict)
+        self._optimizer = optimizer
+        # By the parameter's id.
+        self.rooms: dict[int, Room] = {}
+        # For each storage of a view: the parameter's id, and the column.
+        self.owners: dict[int, tuple[int, str]] = {}
+        # Parameters whose master is still zero: no step has made it from the weight yet.
+        self.fresh: set[int] = set()
+        # Parameters that have had no update yet, where state appears late.
+        self.hidden: set[int] = set()
+        self._shows_hidden = False
+        # Whether something was taken out that has to start anew before the next step.
+        self.edited = False
+
+    # Reading.
+
+    def _show(self, parameter: torch.Tensor | None) -> None:
+        """Wait for a parameter's state, or for all, and point the tensors at the engine's memory.
+
+        Some programs move state with ``value.data = value.to(...)``. The engine's memory stays the state.
+        """
+        self._optimizer._settle(parameter)
+        for room in self._rooms_of(parameter):
+            for name, origin in room.origins.items():
+                view = local(room.counter if name == STEP else room.views[name])
+                if address(view) != address(origin):
+                    view.data = origin
+
+    def _rooms_of(self, parameter: torch.Tensor | None) -> Iterable[Room]:
+        if parameter is None:
+            return list(self.rooms.values())
+        room = self.rooms.get(id(parameter))
+        return () if room is None else (room,)
+
+    def __getitem__(self, parameter: torch.Tensor) -> dict[str, Any]:
+        self._show(parameter)
+        return super().__getitem__(parameter)
+
+    def __missing__(self, parameter: torch.Tensor) -> dict[str, Any]:
+        if id(parameter) not in self.rooms:
+            return super().__missing__(parameter)
+        self.edited = True
+        return self._put_in(parameter)
+
+    def get(self, parameter: torch.Tensor, default: Any = None) -> Any:
+        """Return a parameter's state, or the default."""
+        self._show(parameter)
+        return super().get(parameter, default)
+
+    def items(self) -> ItemsView[torch.Tensor, dict[str, Any]]:  # type: ignore[override]
+        """Return all parameters with their state."""
+        self._show(None)
+        return super().items()
+
+    def values(self) -> ValuesView[dict[str, Any]]:  # type: ignore[override]
+        """Return the state of all parameters."""
+        self._show(None)
+        return super().values()
+
+    def plain(self) -> defaultdict[Any, Any]:
+        """Return what torch's own optimizers have: a copy belongs to no engine."""
+        found: defaultdict[Any, Any] = defaultdict(dict)
+        found.update((parameter, dict(values)) for parameter, values in self.items())
+        return found
+
+    def __reduce__(self) -> Any:
+        return self.plain().__reduce__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        import copy
+
+        return copy.deepcopy(self.plain(), memo)
+
+    # Writing, by users.
+
+    def __setitem__(self, parameter: torch.Tensor, values: dict[str, Any]) -> None:
+        if super().get(parameter) is values:
+            return
+        for name, value in values.items():
+            check_assigned(self._optimizer, parameter, name, value)
+        self._take_out(parameter)
+        if id(parameter) in self.rooms:
+            self._put_in(parameter).update(values)
+            self.edited = True
+        else:
+            # Copied when the parameter's state is created.
+            is_live = isinstance(values, ParameterState) and values.state is not None
+            super().__setitem__(parameter, dict(values) if is_live else values)
+
+    def __delitem__(self, parameter: torch.Tensor) -> None:
+        self._take_out(parameter)
+        super().__delitem__(parameter)
+
+    def pop(self, parameter: torch.Tensor, *default: Any) -> Any:
+        """Take a parameter's state out and return it; it starts anew with the next step."""
+        if parameter not in self and default:
+            return default[0]
+        values = dict.__getitem__(self, parameter)
+        del self[parameter]
+        return values
+
+    def popitem(self) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Take some parameter's state out and return both."""
+        parameter = next(reversed(self))
+        return parameter, self.pop(parameter)
+
+    def clear(self) -> None:
+        """Take all state out; it starts anew with the next step."""
+        for parameter in list(self):
+            del self[parameter]
+
+    def setdefault(self, parameter: torch.Tensor, default: Any = None) -> Any:
+        """Return a parameter's state, or make the default its state."""
+        if parameter not in self:
+            self[parameter] = default
+        return self[parameter]
+
+    update = MutableMapping.update
+
+    def __ior__(self, other: Any) -> Self:  # type: ignore[override,misc]
+        self.update(other)
+        return self
+
+    def replace(self, values: Any) -> None:
+        """Make these the state of all parameters."""
+        for parameter in [parameter for parameter in self if parameter not in values]:
+            del self[parameter]
+        self.update(values)
+
+    def write(self, parameter: torch.Tensor, name: str, value: Any) -> Any:
+        """Copy a value to its place and return what is there; the value itself where it is no column."""
+        room = self.rooms[id(parameter)]
+        if not self.knows(room, name):
+            return value
+        check_assigned(self._optimizer, parameter, name, value)
+        self._optimizer._settle(parameter)
+        self._optimizer._protect()
+        with torch.no_grad():
+            if value is None:
+                self.start_anew(room, name)
+                return None
+            copy_into(value, self.view(room, name))
+            if self.is_late(name) and id(parameter) in self.hidden:
+                room.counter.fill_(1)
+                self.hidden.discard(id(parameter))
+        return self.view(room, name)
+
+    def _take_out(self, parameter: torch.Tensor) -> None:
+        """Make a parameter's dict a plain one that belongs to those who hold it."""
+        live = super().get(parameter)
+        if not isinstance(live, ParameterState) or live.state is None:
+            return
+        self._optimizer._settle(parameter)
+        live.state, self.edited = None, True
+        room = self.rooms[id(parameter)]
+        room.taken = weakref.ref(live)
+        if self._optimizer.is_closed:
+            self._forget(room)
+        elif self._optimizer._options.is_resident:
+            # The memory is freed with the dict, and made again when it is needed.
+            for name in list(room.views):
+                self._drop_view(room, name)
+
+    # What the optimizer does with it.
+
+    def knows(self, room: Room, name: str) -> bool:
+        """Whether something is state of the engine's, and not the user's own."""
+        return name in room.columns or (name == STEP and self._optimizer._rule.shows_step)
+
+    def is_late(self, name: str) -> bool:
+        """Whether a column is one that appears with the first update."""
+        return self._optimizer._rule.appears_late and name not in (MASTER, STEP)
+
+    def shown(self, room: Room) -> list[str]:
+        """Return the names that a parameter's dict has."""
+        first = [STEP] if self._optimizer._rule.shows_step else []
+        is_hidden = id(room.parameter) in self.hidden and not self._shows_hidden
+        return first + [name for name in room.columns if not (is_hidden and self.is_late(name))]
+
+    def view(self, room: Room, name: str) -> torch.Tensor:
+        """Return the tensor over a column's memory, or the counter; makes it where it is resident and not there."""
+        if name == STEP:
+            return room.counter
+        if name not in room.views:
+            room.views[name] = resident_column(room.parameter)
+            self._own(room, name)
+        return room.views[name]
+
+    def _own(self, room: Room, name: str) -> None:
+        view = local(self.view(room, name))
+        if view.numel():
+            self.owners[view.untyped_storage()._cdata] = (id(room.parameter), name)
+
+    def _drop_view(self, room: Room, name: str) -> None:
+        view = room.views.pop(name, None)
+        if view is not None:
+            self.owners.pop(local(view).untyped_storage()._cdata, None)
+
+    def place(self, room: Room) -> None:
+        """Make this memory, which is zero, a parameter's state; what its dict has already is copied to it."""
+        number = id(room.parameter)
+        self.rooms[number] = room
+        pinned = {STEP: room.counter} | ({} if self._optimizer._options.is_resident else room.views)
+        room.origins = {name: local(view).detach() for name, view in pinned.items()}
+        for name in [STEP, *room.views]:
+            self._own(room, name)
+        self.fill(room, super().get(room.parameter, {}), zeroed=True)
+
+    def fill(self, room: Room, values: dict[str, Any], *, zeroed: bool = False) -> None:
+        """Copy values into a parameter's state.
+
+        What they do not have starts anew. ``zeroed`` says that the memory is zero already.
+        """
+        rule, number = self._optimizer._rule, id(room.parameter)
+        self.fresh.discard(number)
+        found = [name for name in room.columns if values.get(name) is not None]
+        for name in room.columns:
+            if name in found:
+                copy_into(values[name], self.view(room, name))
+            else:
+                self.start_anew(room, name, zeroed=zeroed)
+        if rule.shows_step:
+            copy_into(values.get(STEP, 0.0), room.counter)
+        else:
+            # What has state has had an update. How many does not matter to a rule that does not show the counter.
+            room.counter.fill_(float(any(name != MASTER for name in found)))
+        if room.counter.item():
+            self.hidden.discard(number)
+        self._refresh(room, values)
+
+    def start_anew(self, room: Room, name: str, *, zeroed: bool = False) -> None:
+        """Make one column, or the counter, what it was before the first update."""
+        number = id(room.parameter)
+        if self.is_late(name):
+            room.counter.zero_()
+            self.hidden.add(number)
+        if self.is_late(name) and self._optimizer._options.is_resident:
+            self._drop_view(room, name)
+        elif not zeroed:
+            local(self.view(room, name)).zero_()
+        if name == MASTER:
+            self.fresh.add(number)
+
+    def _refresh(self, room: Room, others: dict[str, Any] | None = None) -> None:
+        """Make a parameter's dict show what there is, and the user's own values; no dict where there is nothing."""
+        live = super().get(room.parameter)
+        live = live if isinstance(live, ParameterState) and live.state is not None else None
+        others = {name: value for name, value in (others or {}).items() if name not in self._optimizer.state_names}
+        others |= {name: value for name, value in (live or {}).items() if not self.knows(room, name)}
+        shown = {name: self.view(room, name) for name in self.shown(room)}
+        if not shown and not others:
+            dict.pop(self, room.parameter, None)
+            return
+        live = self._put_in(room.parameter) if live is None else live
+        dict.clear(live)
+        dict.update(live, shown, **others)
+
+    def complete(self, room: Room) -> None:
+        """Let what was taken out of a parameter's state start anew."""
+        live = super().get(room.parameter)
+        is_live = isinstance(live, ParameterState) and live.state is not None
+        missing = [name for name in self.shown(room) if not is_live or name not in live]  # type: ignore[operator]
+        if room.taken is not None:
+            # The dict that was taken out keeps the values it had.
+            self._put_in(room.parameter)
+        if missing:
+            self._optimizer._settle(room.parameter)
+            self._optimizer._protect()
+            for name in missing:
+                self.start_anew(room, name)
+        self._refresh(room)
+
+    def updated(self, parameters: list[torch.Tensor]) -> None:
+        """Note that a step has updated these: it made their masters, and their state has appeared."""
+        if self.fresh:
+            self.fresh.difference_update(map(id, parameters))
+        if self.hidden:
+            for number in self.hidden.intersection(map(id, parameters)):
+                room = self.rooms[number]
+                if room.counter.item():
+                    self.hidden.discard(number)
+                    self._refresh(room)
+
+    def make_masters(self, parameter: torch.Tensor | None) -> None:
+        """Make masters from their weights where no step has done so yet; for one parameter, or for all."""
+        for number in list(self.fresh) if parameter is None else self.fresh & {id(parameter)}:
+            self.fresh.discard(number)
+            room = self.rooms[number]
+            follow_weight(local(self.view(room, MASTER)), local(room.parameter).detach())
+
+    @contextmanager
+    def laid_out(self, *, whole: bool) -> Iterator[None]:
+        """Within this, state is what ``torch.distributed.checkpoint`` needs to find.
+
+        It is not empty: where it is, torch takes a step with gradients of zero, which would make state appear. With
+        ``whole`` it also has what appears late, as a place to load into; what was not loaded is hidden again.
+        """
+        self._shows_hidden = whole
+        for number in list(self.hidden) if whole else ():
+            self._refresh(self.rooms[number])
+        groups = self._optimizer.param_groups
+        placeholder = None if self else next((p for group in groups for p in group["params"]), None)
+        if placeholder is not None:
+            self[placeholder]
+        try:
+            yield
+        finally:
+            self._shows_hidden = False
+            for number in list(self.hidden) if whole else ():
+                room = self.rooms[number]
+                if self._optimizer._options.is_resident:
+                    for name in room.own:
+                        self._drop_view(room, name)
+                self._refresh(room)
+            if placeholder is not None and not super().get(placeholder, True):
+                dict.pop(self, placeholder)
+
+    def owner(self, value: torch.Tensor) -> tuple[int, str] | None:
+        """Return whose live state a tensor is: a parameter's id, and the column."""
+        found = self.owners.get(local(value).untyped_storage()._cdata) if local(value).numel() else None
+        return None if found is None or self.rooms[found[0]].taken is not None else found
+
+    def _put_in(self, parameter: torch.Tensor) -> ParameterState:
+        """Give a parameter an empty dict over its memory. A dict that was taken out gets copies of what it shows."""
+        room = self.rooms[id(parameter)]
+        held: dict[str, Any] = {} if room.taken is None else room.taken() or {}
+        room.taken = None
+        for name, view in ((STEP, room.counter), *room.views.items()):
+            if held.get(name) is view:
+                copied = local(view).clone()
+                dict.__setitem__(held, name, state_like(parameter, copied) if is_dtensor(view) else copied)
+        live = ParameterState(self, parameter)
+        super().__setitem__(parameter, live)
+        return live
+
+    def _forget(self, room: Room) -> None:
+        number = id(room.parameter)
+        self._optimizer._forget_home(number)
+        self.fresh.discard(number)
+        self.hidden.discard(number)
+        self.owners.pop(room.counter.untyped_storage()._cdata, None)
+        for name in list(room.views):
+            self._drop_view(room, name)
+        del self.rooms[number]
+
+    def forget_taken(self, keep: set[int] | None = None) -> None:
+        """Keep no memory of what was taken out, but for these parameters: nothing of it starts anew."""
+        for number, room in list(self.rooms.items()):
+            if room.taken is not None and (keep is None or number not in keep):
+                self._forget(room)
+
+
+def resident_column(parameter: torch.Tensor) -> torch.Tensor:
+    """Return zeros for one column of a parameter's state, on its device and in the order of its memory."""
+    inner = local(parameter)
+    strides = dense_strides(inner)
+    data = torch.empty_strided(inner.shape, strides, dtype=torch.float32, device=inner.device).zero_()
+    return state_like(parameter, data)
