@@ -70,7 +70,7 @@ pub use kernel::{Dtype, Kernel};
 pub use memory::{ALIGN_BYTES, Buffer, DeviceId, PIECE_BYTES, Place, Region, Slab, SlabLayout};
 pub use pinned::{HostMemory, PinStats};
 pub use stream::{Event, Stream};
-pub use thread::Cores;
+pub use thread::{Cores, ThreadHandle};
 pub use update::{Column, Moment, Rule, Scalars, Segment, Update};
 
 /// The device of this name: `cpu`, `cuda` or `cuda:N`. Opened once in a process and shared by all who ask for it; see

@@ -8,6 +8,10 @@
 //! thread that loads it to the first of its places, and its own threads to the others. The places were cut out of what
 //! the process was given when it was started, and the library reports them. So where the calling thread's cores lie within
 //! one place, all places are taken. Cores that were chosen in any other way (`taskset`, a launcher, a call) are kept to.
+//!
+//! [Note: threads after a fork] A forked child inherits handles of threads that it does not have. The C library's record of
+//! a thread lies at the end of the thread's stack, and the child reuses or unmaps the stacks of missing threads. Joining
+//! or detaching one there reads freed memory, so [`ThreadHandle`] forgets it instead.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
@@ -40,12 +44,13 @@ impl Cores {
     }
 
     /// Starts a thread.
-    pub fn spawn(self, name: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
+    pub fn spawn(self, name: &str, work: impl FnOnce() + Send + 'static) -> Result<ThreadHandle> {
         let begin = move || {
             self.settle_in();
             work();
         };
-        Builder::new().name(name.to_owned()).spawn(begin).map_err(refused)
+        let started = Builder::new().name(name.to_owned()).spawn(begin).map_err(refused)?;
+        Ok(ThreadHandle { started: Some(started), pid: std::process::id() })
     }
 
     /// Starts a thread that ends with a scope.
@@ -70,6 +75,36 @@ impl Cores {
             // thread then runs where its starter does.
             unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), set) };
         }
+    }
+}
+
+/// A thread that can be waited for. Dropping the handle lets the thread run on.
+#[derive(Debug)]
+pub struct ThreadHandle {
+    started: Option<JoinHandle<()>>,
+    pid: u32,
+}
+
+impl ThreadHandle {
+    /// Blocks until the thread has ended; an error where it panicked. Returns at once in a forked child.
+    pub fn join(mut self) -> std::thread::Result<()> {
+        self.take().map_or(Ok(()), JoinHandle::join)
+    }
+
+    /// The thread, unless it is the parent's: see [Note: threads after a fork].
+    fn take(&mut self) -> Option<JoinHandle<()>> {
+        let started = self.started.take()?;
+        if self.pid == std::process::id() {
+            return Some(started);
+        }
+        std::mem::forget(started);
+        None
+    }
+}
+
+impl Drop for ThreadHandle {
+    fn drop(&mut self) {
+        drop(self.take());
     }
 }
 

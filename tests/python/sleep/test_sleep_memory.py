@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import gc
 
 import pytest
 import torch
 from torch import nn
 
 import forebay
+from support.processes import in_child
 from support.sleep import Net, batch, is_empty, snapshot, train
 from support.tensors import assert_same, bits, needs_cuda
 
@@ -391,20 +392,27 @@ def test_an_exception_inside_asleep_wakes(device: torch.device) -> None:
 
 
 def test_a_forked_child_is_told(device: torch.device) -> None:
-    if device.type == "cuda":
-        pytest.skip("torch itself refuses CUDA in a forked child")
     model = layers(device)
     sleeper = forebay.Sleeper(model)
     sleeper.sleep()
-    child = os.fork()
-    if child == 0:
-        try:
-            sleeper.wake()
-        except forebay.DeviceError:
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert in_child(sleeper.wake).startswith("DeviceError: ")
+    sleeper.wake()
+    check(model)
+
+
+def test_a_forked_child_collects_a_sleeper_that_was_waking(device: torch.device) -> None:
+    model = layers(device)
+    sleeper = forebay.Sleeper(model)
+    sleeper.sleep()
+    sleeper.wake(lazy=True)
+
+    def forget() -> str:
+        nonlocal sleeper
+        del sleeper
+        gc.collect()
+        return "fine"
+
+    assert in_child(forget) == "fine"
     sleeper.wake()
     check(model)
 

@@ -12,9 +12,8 @@
 
 use std::sync::mpsc;
 use std::sync::{Arc, PoisonError};
-use std::thread::JoinHandle;
 
-use forebay_device::{Buffer, Cores, Kernel, Region, SharedDevice, Stream};
+use forebay_device::{Buffer, Cores, Kernel, Region, SharedDevice, Stream, ThreadHandle};
 
 use super::layout::EXTENT_ALIGN_BYTES;
 use super::moves::{Move, PackedRange};
@@ -67,7 +66,7 @@ struct TransferCore {
 pub struct Transfer {
     core: Arc<TransferCore>,
     queue: Mutex<Option<mpsc::Sender<Batch>>>,
-    thread: Mutex<Option<JoinHandle<()>>>,
+    thread: Mutex<Option<ThreadHandle>>,
     _turn: Turn,
 }
 
