@@ -112,12 +112,13 @@ class Snapshot:
 
     def copy_ahead(self, threads: int, bytes_per_s: float | None) -> None:
         """Copy pages in the background, before the next step."""
-        if self.kept is not None:
-            self.kept.copy_ahead(threads, bytes_per_s)
+        if (kept := self.kept) is not None:
+            kept.copy_ahead(threads, bytes_per_s)
 
     def stats(self) -> dict[str, float | int]:
         """Return what the snapshot has cost so far."""
-        copied, taken, stalls, stall_ns, pauses = (0,) * 5 if self.kept is None else self.kept.stats()
+        kept = self.kept  # The saving thread may set it to None meanwhile.
+        copied, taken, stalls, stall_ns, pauses = (0,) * 5 if kept is None else kept.stats()
         return {
             "copied_bytes": self.copied_bytes + copied,
             "copy_memory_bytes": self.copied_bytes + taken,
