@@ -154,7 +154,7 @@ impl Activations {
 
     /// A pass begins where there are no layers.
     fn begin_pass(&self, py: Python<'_>) -> PyResult<()> {
-        guard::run(py, || Ok(self.offload.begin_pass()))
+        guard::call(py, || self.offload.begin_pass())
     }
 
     /// A tensor was saved: a range of a storage at a version. A new entry that leaves has to be held until it is named as
