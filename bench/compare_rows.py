@@ -41,6 +41,8 @@ class Found:
     seconds: dict[str, list[float]]
     peak_bytes: dict[str, list[float]]
     bits: int | None
+    # What the optimizer says about its last step: the host's share and the times of both sides, for example.
+    stats: dict[str, float] | None = None
 
 
 def finish(device: str) -> None:
@@ -111,10 +113,11 @@ def optimizer_steps(sizes: list[tuple[int, ...]], dtype: str, spec: dict[str, An
         if number >= warmup:
             step_s.append(time.perf_counter() - start)
             host_s.append(called_s - optimizer.stats()["stall_s"])
-    bits = bits_of(made)
+    bits, stats = bits_of(made), optimizer.stats()
     optimizer.close()
     streams = options.get("placement", "stream") == "stream"
-    return Found({"step": step_s, "set-up": [set_up_s]} | ({"host work": host_s} if streams else {}), {}, bits)
+    seconds = {"step": step_s, "set-up": [set_up_s]} | ({"host work": host_s} if streams else {})
+    return Found(seconds, {}, bits, stats)
 
 
 def stream(dtype: str) -> Callable[[dict[str, Any]], Found]:

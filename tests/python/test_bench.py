@@ -239,14 +239,16 @@ def test_checkpoints_beside_training_stand_beside_their_limits(tmp_path: Path) -
 
 def test_two_builds_are_compared(tmp_path: Path) -> None:
     path, package = tmp_path / "compare.json", Path(forebay.__file__).parents[1]
-    small = ["--small", "--device", "cpu", "--rounds", "1", "--steps", "1", "--rows", "sleep"]
+    small = ["--small", "--device", "cpu", "--rounds", "1", "--steps", "1", "--rows", "sleep,hybrid-f32"]
     done = run("bench/compare.py", package, package, *small, "--json", path)
     assert done.returncode == 0, done.stderr
     found = json.loads(path.read_text())
     assert found["is_complete"] is True
     assert found["left_out"] == []
     lines = {(line["row"], line["metric"]): line for line in found["comparison"]}
-    assert lines.keys() == {("sleep", "sleep"), ("sleep", "wake"), ("sleep", "first sleep")}
+    hybrid = {("hybrid-f32", "step"), ("hybrid-f32", "set-up")}
+    assert lines.keys() == {("sleep", "sleep"), ("sleep", "wake"), ("sleep", "first sleep")} | hybrid
+    assert 0 <= found["rows"]["hybrid-f32"]["new"][0]["stats"]["host_fraction"] <= 1
     for line in lines.values():
         assert line["new/old"] == pytest.approx(line["new"] / line["old"])
         assert line["by_round"] == [pytest.approx(line["new/old"])]
