@@ -71,7 +71,7 @@ pub use memory::{ALIGN_BYTES, Buffer, DeviceId, PIECE_BYTES, Place, Region, Slab
 pub use pinned::{HostMemory, PinStats};
 pub use stream::{Event, Stream};
 pub use thread::{Cores, ThreadHandle};
-pub use update::{Column, Moment, Rule, Scalars, Segment, Update};
+pub use update::{Column, Rule, ScalarInputs, Scalars, Segment, Update};
 
 /// The device of this name: `cpu`, `cuda` or `cuda:N`. Opened once in a process and shared by all who ask for it; see
 /// [`CpuDevice::open`] and [`CudaDevice::open`] for one of your own.
