@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use forebay_device::{Buffer, Cores, Region, file};
 use serde::Serialize;
 
-pub(crate) use self::pace::{Pace, Turn};
+pub(crate) use self::pace::{Pace, WriterPauses};
 use self::pages::{Duty, Pages, Source};
 use crate::error::{Error, Result};
 
@@ -319,8 +319,8 @@ impl Snapshot {
     }
 
     /// Pauses the writer while a step runs, unless the step waits for the writer.
-    pub(crate) fn yield_to_steps(&self, turn: &mut Turn) {
-        turn.add_pause(self.pages.pause(turn.allowance()));
+    pub(crate) fn yield_to_steps(&self, pauses: &mut WriterPauses) {
+        pauses.add_pause(self.pages.pause(pauses.allowance()));
     }
 
     /// Ends the snapshot: nothing is kept any longer.
