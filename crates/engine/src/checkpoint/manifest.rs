@@ -353,7 +353,7 @@ mod tests {
     }
 
     fn cases() -> u32 {
-        forebay_device::testing::bench::cases(50_000)
+        forebay_device::testing::kinds::cases(50_000)
     }
 
     proptest! {
