@@ -478,7 +478,7 @@ impl Optimizer {
                 next.extend(order);
             }
         }
-        let snapshot = Arc::new(Snapshot::with_pages_of(page_bytes, arenas, &next, budget_bytes));
+        let snapshot = Arc::new(Snapshot::new(page_bytes, arenas, &next, budget_bytes));
         held.iter().flat_map(|inner| &inner.tables).for_each(|table| table.keep(&snapshot));
         Ok(snapshot)
     }

@@ -243,10 +243,6 @@ impl Pages {
         self.over.notify_all();
     }
 
-    pub(super) fn is_over(&self) -> bool {
-        lock(&self.inner).is_over
-    }
-
     /// Whether every page may be changed at once.
     pub(super) fn is_safe(&self) -> bool {
         let inner = lock(&self.inner);
