@@ -29,6 +29,11 @@ def is_gpu(device: torch.device) -> bool:
     return device.type == GPU_TYPE
 
 
+def is_cpu(device: torch.device) -> bool:
+    """Whether a device is the CPU."""
+    return device.type == CPU.type
+
+
 def is_supported(device: torch.device) -> bool:
     """Whether the engine can use a device."""
     return device.type in SUPPORTED_TYPES

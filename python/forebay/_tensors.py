@@ -13,7 +13,7 @@ import torch
 
 from forebay import _core
 from forebay._core import Looked
-from forebay._device import SUPPORTED_TYPES, is_supported
+from forebay._device import CPU, SUPPORTED_TYPES, is_supported
 from forebay.errors import OptionError
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def host_tensor(view: HostView, like: torch.Tensor) -> torch.Tensor:
         The (local) parameter whose shape and strides to take. Where it is not dense, the tensor is contiguous.
     """
     if like.numel() == 0:
-        return torch.empty_strided(like.shape, like.stride(), dtype=torch.float32, device="cpu")
+        return torch.empty_strided(like.shape, like.stride(), dtype=torch.float32, device=CPU)
     flat = torch.frombuffer(view, dtype=torch.float32)
     return torch.as_strided(flat, like.shape, dense_strides(like))
 

@@ -34,6 +34,7 @@ forebay_device::on_devices! {
         what_is_never_used_gives_everything_back,
         no_pinned_memory_keeps_the_tensor,
         a_refused_copy_is_told_and_the_rest_goes_on,
+        a_save_that_fails_leaves_its_source_alone,
         later_passes_make_nothing,
         events_come_back_where_there_are_no_layers;
 }
@@ -536,6 +537,20 @@ fn a_refused_copy_is_told_and_the_rest_goes_on(on: &Subject) {
     model.load(tensor).unwrap();
     assert_eq!(model.wrong_words(), 0);
     assert!(matches!(model.offload.open(1 << 40, &model.compute), Err(Error::InvalidOption { .. })));
+}
+
+/// The store of an earlier tensor fails when a later one is saved. The caller may free the later one's memory at once.
+fn a_save_that_fails_leaves_its_source_alone(on: &Subject) {
+    let mut model = Model::full(on, 4096);
+    on.fault.on(Call::Copy, 0, Misbehaviour::Fail);
+    model.save(4096, 1, true).unwrap();
+    device_error(model.save(4096, 2, true));
+    // On a checked device this is a race with a store that still reads the memory.
+    model.fill(&model.arena.buffer.region(4096, 4096).unwrap(), 0xEE);
+    on.finish(&model.stream).unwrap();
+    let tensor = model.save(4096, 3, true).unwrap();
+    model.load(tensor).unwrap();
+    assert_eq!(model.wrong_words(), 0);
 }
 
 fn later_passes_make_nothing(on: &Subject) {

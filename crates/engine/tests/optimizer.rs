@@ -15,6 +15,7 @@ use forebay::plan::TensorSpec;
 forebay_device::on_devices! {
     every:
         a_torn_step_is_refused_by_the_next_with_the_reason,
+        a_step_that_was_not_counted_is_torn,
         a_resident_step_with_operands_that_do_not_fit_is_refused_and_changes_nothing,
         distrust_lasts_until_trust,
         another_number_of_tables_is_refused,
@@ -71,6 +72,18 @@ fn a_torn_step_is_refused_by_the_next_with_the_reason(on: &Subject) {
         rig.steps(3);
         rig.synchronize();
         rig.assert_exact(3);
+    }
+}
+
+/// The state is that of the next step, and its counters are not.
+fn a_step_that_was_not_counted_is_torn(on: &Subject) {
+    for placement in PLACEMENTS {
+        let rig = Rig::placed(on, small(), 2, placement).warm();
+        on.fault.on(Call::Write, 0, Misbehaviour::Fail);
+        let broken = rig.step(0).unwrap_err();
+        on.fault.clear();
+        let reason = format!("its last step broke off with: {broken}");
+        assert_eq!(rig.optimizer.distrusted(), Some(reason), "{placement:?}");
     }
 }
 

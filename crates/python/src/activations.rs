@@ -153,8 +153,8 @@ impl Activations {
     }
 
     /// A pass begins where there are no layers.
-    fn begin_pass(&self) {
-        self.offload.begin_pass();
+    fn begin_pass(&self, py: Python<'_>) -> PyResult<()> {
+        guard::call(py, || self.offload.begin_pass())
     }
 
     /// A tensor was saved: a range of a storage at a version. A new entry that leaves has to be held until it is named as

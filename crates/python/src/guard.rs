@@ -24,6 +24,11 @@ where
     }
 }
 
+/// [`run`] for work that cannot fail. It may still wait: for a lock that a step holds, for example.
+pub(crate) fn call<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send) -> PyResult<T> {
+    run(py, || Ok(work()))
+}
+
 /// The text of a panic: `panic!` carries a `&str` or a `String`, `panic_any` may carry anything.
 fn message(panic: &(dyn Any + Send)) -> &str {
     panic

@@ -1,8 +1,8 @@
 //! The extension module `forebay._core`: numbers in, numbers out. What it does is in the crates behind it.
 //!
 //! Every function that can block or fail does its work inside [`guard::run`], which releases the GIL and turns both
-//! errors and panics into the exceptions of `forebay.errors`. The module takes pointers and sizes, never tensors, and
-//! does not know torch.
+//! errors and panics into the exceptions of `forebay.errors`. The engine gets addresses and sizes, never tensors: `looked`
+//! reads them off tensors, many at a time, and `torch` turns them into memory. Nothing here links torch.
 //!
 //! `python/forebay/_core.pyi` is generated from this crate (`make stubs`). For that the module has to be this inline
 //! `mod`, and every type in a signature has to be one that PyO3 can name.

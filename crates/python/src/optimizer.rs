@@ -62,30 +62,30 @@ impl Optimizer {
 
     /// Whether the ring is there.
     #[getter]
-    fn has_ring(&self) -> bool {
-        self.inner.has_ring()
+    fn has_ring(&self, py: Python<'_>) -> PyResult<bool> {
+        guard::call(py, || self.inner.has_ring())
     }
 
     /// Whether it was closed.
     #[getter]
-    fn closed(&self) -> bool {
-        self.inner.is_closed()
+    fn closed(&self, py: Python<'_>) -> PyResult<bool> {
+        guard::call(py, || self.inner.is_closed())
     }
 
     /// Why the state cannot be trusted, if it cannot.
     #[getter]
-    fn distrusted(&self) -> Option<String> {
-        self.inner.distrusted()
+    fn distrusted(&self, py: Python<'_>) -> PyResult<Option<String>> {
+        guard::call(py, || self.inner.distrusted())
     }
 
     /// Refuse steps until `trust`: something wrong was written into the state.
-    fn distrust(&self, reason: &str) {
-        self.inner.distrust(reason);
+    fn distrust(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
+        guard::call(py, || self.inner.distrust(reason))
     }
 
     /// Allow steps again.
-    fn trust(&self) {
-        self.inner.trust();
+    fn trust(&self, py: Python<'_>) -> PyResult<()> {
+        guard::call(py, || self.inner.trust())
     }
 
     /// Create zeroed state for a list of tensors and return the number of their table. A tensor is its name, elements,
@@ -144,8 +144,8 @@ impl Optimizer {
     }
 
     /// The vector unit that the host's threads use.
-    fn host_kernel(&self) -> Option<&'static str> {
-        self.inner.host_kernel()
+    fn host_kernel(&self, py: Python<'_>) -> PyResult<Option<&'static str>> {
+        guard::call(py, || self.inner.host_kernel())
     }
 
     /// Pin memory for the gradients of a table's tensors, so many bytes for each, where there is none yet.
@@ -177,8 +177,8 @@ impl Optimizer {
     }
 
     /// Make the next update on the host's threads fail, for tests.
-    fn _fail_on_host_for_test(&self) {
-        self.inner.fail_next_host_update();
+    fn _fail_on_host_for_test(&self, py: Python<'_>) -> PyResult<()> {
+        guard::call(py, || self.inner.fail_next_host_update())
     }
 
     /// Allocations, slabs, streams and events made on the device so far; constant from the second step on.

@@ -1,7 +1,8 @@
 //! The only file that turns numbers from torch into memory and streams: all `unsafe` of this crate is here.
 //!
 //! Python hands over addresses, lengths and stream handles. Each function says which Python code guarantees that they are
-//! valid. Addresses come from `forebay/_tensors.py` and streams from `forebay/_device.py` alone.
+//! valid. Addresses come from `forebay/_tensors.py`, or from tensors that it passes to `Table::describe` below, and
+//! streams from `forebay/_device.py`.
 
 use std::any::Any;
 use std::ffi::{c_int, c_void};
@@ -24,8 +25,9 @@ pub(crate) type Keeper = Arc<dyn Any + Send + Sync>;
 pub(crate) fn region(device: &SharedDevice, addr: u64, bytes: u64, place: Place, keeper: &Keeper) -> Result<Region> {
     let (addr, len) = if bytes == 0 { (256, 1) } else { (addr as usize, bytes) };
     // SAFETY: parameters and gradients: `Found` (optim/gather.py) takes address and length of each from one tensor, with
-    // `look` (_tensors.py). `Found.read` checks that it is on the stated device, and `Found.put_in_order` replaces it by a
-    // dense copy where it is not dense. `Optimizer._update` (optim/base.py) holds `Found`, the clip coefficient and, through
+    // `look_with_gradients` (_tensors.py). `Found.read` checks that parameter and gradient are on one device, this GPU or
+    // the host; `Optimizer._check_unchanged` (optim/base.py) that it is the one the plan has; and `Found.put_in_order`
+    // replaces a tensor that is not dense by a dense copy. `Optimizer._update` (optim/base.py) holds `Found`, the clip coefficient and, through
     // `State.rooms`, resident state until the call returns. `hook` (optim/backward.py) holds a gradient that is copied
     // early until `finish_landing` has returned. For memory on a GPU all of them pass torch's current stream: torch's
     // allocator gives freed memory only to work that comes later on that stream, and the step makes that stream wait for
@@ -37,11 +39,12 @@ pub(crate) fn region(device: &SharedDevice, addr: u64, bytes: u64, place: Place,
     if bytes == 0 { Ok(buffer.region(0, 0)?) } else { Ok(buffer.into_region()) }
 }
 
-/// Names a tensor's memory on the host, for files.
+/// Names a tensor's memory on the host, which no device is asked to reach.
 pub(crate) fn host_region(addr: u64, bytes: u64, keeper: &Keeper) -> Result<Region> {
     // SAFETY: `Writer._write_tensors` (checkpoint/writer.py) and `Reader._read_into` (checkpoint/reader.py) take address
-    // and length from one dense or strided tensor on the CPU and hold that tensor until the call returns. The call returns
-    // only when its threads have stopped using the memory.
+    // and length from one dense or strided tensor on the CPU and hold that tensor until the call returns; so does
+    // the caller of `Optimizer.touch_state`, a benchmark. The calls return only when their threads have stopped using the
+    // memory.
     let buffer = unsafe { Buffer::borrow_host(addr as usize, bytes, keeper.clone()) }?;
     Ok(buffer.into_region())
 }
@@ -218,7 +221,8 @@ impl HostView {
         };
         // SAFETY: `view` is the buffer to fill; the range is live host memory of that length for as long as `slf`
         // lives, of which the call takes a reference for the buffer's owner. Writes by the device are ordered by those
-        // who use the buffer: `State` (optim/state.py) waits for them.
+        // who use the buffer: `State` (optim/state.py) waits for them, and `Snapshot._to_host` (checkpoint/snapshot.py)
+        // gets its buffers when their copies have ended.
         let status = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), addr, len, 0, flags) };
         if status == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
     }

@@ -223,13 +223,13 @@ def _load(
         with plain_errors("load"), quietly():
             planner = DefaultLoadPlanner(allow_partial_load=True)
             dcp_load(state, storage_reader=reader, planner=planner, process_group=process_group)
+        contents.set_contents(model, optimizers, state, wanted, missing, strict=strict)
     except BaseException as error:
         if reader.has_read:
             # Whichever rank failed, the state of this one is now a mix of two checkpoints.
             for one in contents.ours(optimizers):
                 one.distrust(str(error))
         raise
-    contents.set_contents(model, optimizers, state, wanted, missing, strict=strict)
     return extra
 
 

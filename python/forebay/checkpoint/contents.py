@@ -16,10 +16,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from forebay._device import CPU
 from forebay._tensors import describe_like, is_dtensor, local
 from forebay.checkpoint.values import Encoded
 from forebay.errors import CheckpointError, OptionError
 from forebay.optim.base import Optimizer
+from forebay.optim.state import MASTER
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
     from forebay.checkpoint.reader import Reader
 
-MASTER = ".master_param"
+MASTER_SUFFIX = f".{MASTER}"
 """The end of the names of master weights, which torch's optimizers do not have."""
 
 
@@ -125,11 +127,11 @@ def compare(path: Path, wanted: Mapping[str, Any], metadata: Metadata, strict: b
 def _lacking(missing: list[str], found: Mapping[str, Any]) -> list[str]:
     """Return the missing names that have no other source."""
     # A parameter that never had a gradient may have no state at all. A master weight is made from the weight.
-    has_state = {name.rsplit(".", 1)[0] for name in found if _is_state(name) and not name.endswith(MASTER)}
+    has_state = {name.rsplit(".", 1)[0] for name in found if _is_state(name) and not name.endswith(MASTER_SUFFIX)}
     return [
         name
         for name in missing
-        if not name.endswith(MASTER)
+        if not name.endswith(MASTER_SUFFIX)
         and not (_is_state(name) and name.rsplit(".", 1)[0] not in has_state)
         and not _is_option(name)
     ]
@@ -144,7 +146,7 @@ def _foreign(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
         if name not in wanted
         and name.split(".", 1)[0] in ("model", "optimizer")
         and (has_optimizer or not name.startswith("optimizer."))
-        and not name.endswith(MASTER)
+        and not name.endswith(MASTER_SUFFIX)
         and not _is_option(name)
     ]
 
@@ -174,7 +176,7 @@ def add_options(contents: dict[str, Any], metadata: Metadata) -> None:
             case ("optimizer", "param_groups", int(number), option) if number < len(groups):
                 place: torch.Tensor | None = None
                 if isinstance(stored, TensorStorageMetadata):
-                    place = torch.empty(stored.size, dtype=stored.properties.dtype, device="cpu")
+                    place = torch.empty(stored.size, dtype=stored.properties.dtype, device=CPU)
                 groups[number].setdefault(option, place)
 
 
@@ -192,7 +194,7 @@ def set_contents(
         for name in missing:
             # State that the checkpoint lacks begins at zero; a master weight is made from its weight below.
             value = wanted[name]
-            if _is_state(name) and not name.endswith(MASTER) and isinstance(value, torch.Tensor):
+            if _is_state(name) and not name.endswith(MASTER_SUFFIX) and isinstance(value, torch.Tensor):
                 local(value).zero_()
                 _forget_late(contents["optimizer"]["state"], name, optimizers)
     options = StateDictOptions(strict=strict)
@@ -200,7 +202,7 @@ def set_contents(
         set_model_state_dict(model, contents["model"], options=options)
         if optimizers:
             set_optimizer_state_dict(model, optimizers, contents["optimizer"], options=options)
-    if any(name.endswith(MASTER) for name in missing):
+    if any(name.endswith(MASTER_SUFFIX) for name in missing):
         for one in ours(optimizers):
             one.refresh_master_weights()
 

@@ -24,6 +24,7 @@ from torch.futures import Future
 
 from forebay import _core
 from forebay._checks import whole
+from forebay._device import CPU, is_cpu
 from forebay._tensors import address, local, storage_address
 from forebay.checkpoint.files import StrPath, absolute, dtype_of, is_path
 from forebay.checkpoint.progress import bar
@@ -163,7 +164,7 @@ class Reader(StorageReader):
         described = self._manifest["tensors"].get(name)
         if described is None:
             raise CheckpointError(f"{self._checkpoint.folder()}: a value names a tensor {name!r}, which is not there")
-        found = torch.empty(described["shape"], dtype=dtype_of(described["dtype"], name), device="cpu")
+        found = torch.empty(described["shape"], dtype=dtype_of(described["dtype"], name), device=CPU)
         parts = []
         for chunk in described["chunks"]:
             view = found
@@ -192,7 +193,7 @@ class Reader(StorageReader):
             self._read_into(direct, moved)
             batch: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
             for item, target, stored in staged:
-                batch.append((item, target, torch.empty(tuple(item.lengths), dtype=stored, device="cpu")))
+                batch.append((item, target, torch.empty(tuple(item.lengths), dtype=stored, device=CPU)))
                 if sum(buffer.nbytes for _, _, buffer in batch) >= STAGE_BYTES:
                     self._read_staged(batch, moved)
                     batch = []
@@ -236,7 +237,7 @@ class Reader(StorageReader):
 def _is_direct(target: torch.Tensor, stored: torch.dtype) -> bool:
     """Whether bytes can be read straight into a tensor's memory."""
     return (
-        target.device.type == "cpu"
+        is_cpu(target.device)
         and target.dtype == stored
         and target.layout == torch.strided
         and not target.is_conj()

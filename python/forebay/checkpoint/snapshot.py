@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from forebay import _core
-from forebay._device import engine_name, is_gpu, stream_handle
+from forebay._device import CPU, engine_name, is_cpu, is_gpu, stream_handle
 from forebay._live import Live, wait_for_live
 from forebay._tensors import address, addresses, local, state_like
 from forebay.checkpoint.contents import ours
@@ -81,11 +81,11 @@ class Snapshot:
             if inner.nbytes > room - self.copied_bytes:
                 continue
             self.copied_bytes += inner.nbytes
-            on_host = inner.device.type == "cpu"
+            on_host = is_cpu(inner.device)
             if _is_plain(inner) and (is_gpu(inner.device) or (on_host and inner.nbytes >= SMALL_BYTES)):
                 together.setdefault(inner.device, []).append(tensor)
             else:
-                replaced[id(tensor)] = state_like(tensor, inner.to("cpu", copy=True))
+                replaced[id(tensor)] = state_like(tensor, inner.to(CPU, copy=True))
         for device, found in together.items():
             for tensor, data in zip(found, self._to_host(device, [local(tensor) for tensor in found]), strict=True):
                 replaced[id(tensor)] = state_like(tensor, data)
@@ -101,7 +101,7 @@ class Snapshot:
         return [
             torch.frombuffer(view, dtype=tensor.dtype).view(tensor.shape)
             if tensor.numel()
-            else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            else torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU)
             for view, tensor in zip(views, tensors, strict=True)
         ]
 
@@ -112,12 +112,13 @@ class Snapshot:
 
     def copy_ahead(self, threads: int, bytes_per_s: float | None) -> None:
         """Copy pages in the background, before the next step."""
-        if self.kept is not None:
-            self.kept.copy_ahead(threads, bytes_per_s)
+        if (kept := self.kept) is not None:
+            kept.copy_ahead(threads, bytes_per_s)
 
     def stats(self) -> dict[str, float | int]:
         """Return what the snapshot has cost so far."""
-        copied, taken, stalls, stall_ns, pauses = (0,) * 5 if self.kept is None else self.kept.stats()
+        kept = self.kept  # The saving thread may set it to None meanwhile.
+        copied, taken, stalls, stall_ns, pauses = (0,) * 5 if kept is None else kept.stats()
         return {
             "copied_bytes": self.copied_bytes + copied,
             "copy_memory_bytes": self.copied_bytes + taken,

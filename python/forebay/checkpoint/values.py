@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forebay._device import CPU
 from forebay.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor] | None = None) -> A
             case "dict" | "ordered" | "counter":
                 return _KINDS[kind]({decode(key): decode(item, tensor) for key, item in inner})
             case "scalar":
-                return torch.tensor(decode(inner), dtype=getattr(torch, value["dtype"]), device="cpu")
+                return torch.tensor(decode(inner), dtype=getattr(torch, value["dtype"]), device=CPU)
             case "bytes":
                 return base64.b64decode(inner, validate=True)
             case "dtype":

@@ -14,7 +14,7 @@ from torch.futures import Future
 
 from forebay import _core
 from forebay._checks import whole
-from forebay._device import engine_name, is_gpu, stream_handle
+from forebay._device import engine_name, is_cpu, is_gpu, stream_handle
 from forebay._tensors import address, local
 from forebay.checkpoint.files import StrPath, absolute, dtype_name, is_path
 from forebay.checkpoint.progress import bar
@@ -280,7 +280,7 @@ def _resolved(items: list[WriteItem], planner: SavePlanner) -> tuple[list[torch.
         data = _dense(planner.resolve_data(item))
         if is_gpu(data.device) and gpu in (None, data.device):
             gpu = data.device
-        elif data.device.type != "cpu":
+        elif not is_cpu(data.device):
             # On a second GPU, or on a device that only torch can read.
             data = data.cpu()
         found.append(data)

@@ -29,6 +29,7 @@ class Adam(Optimizer):
     reference: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.Adam
     settings = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
     switches: ClassVar[dict[str, str]] = {"max_exp_avg_sq": "amsgrad"}
+    fixed = ("decoupled_weight_decay",)
 
     def __init__(
         self,

@@ -109,6 +109,8 @@ class Optimizer(torch.optim.Optimizer):
     """The keys of a group that the subclass's constructor takes."""
     switches: ClassVar[dict[str, str]] = {}
     """For columns that not every group has: the setting that decides."""
+    fixed: ClassVar[tuple[str, ...]] = ()
+    """The keys of a group whose value the class decides: another value is refused, and a loaded one ignored."""
     alive: ClassVar[weakref.WeakSet[Optimizer]] = weakref.WeakSet()
     """Every optimizer of this process."""
 
@@ -173,9 +175,9 @@ class Optimizer(torch.optim.Optimizer):
         for option in ("capturable", "differentiable"):
             if group.get(option):
                 raise OptionError(f"{option}=True is not supported: the step runs on the engine's own streams")
-        name = "decoupled_weight_decay"
-        if group.get(name, self.defaults.get(name)) != self.defaults.get(name):
-            raise OptionError(f"{name}={group[name]} is not supported by {self._label}")
+        for name in self.fixed:
+            if group.get(name, self.defaults.get(name)) != self.defaults.get(name):
+                raise OptionError(f"{name}={group[name]} is not supported by {self._label}")
         rate(group)
 
     @property

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from forebay.optim.base import Optimizer
 
-OWN = ("params", "foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
+OWN = ("params", "foreach", "fused", "capturable", "differentiable")
 """What a group keeps when it is loaded: its parameters, and how to compute rather than what."""
 
 
@@ -31,7 +31,8 @@ def load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
             state_dict = changed
     saved_groups = deepcopy(state_dict["param_groups"])
     by_parameter = _check_loaded(optimizer, saved_groups, state_dict["state"])
-    groups = [_merge_group(group, saved) for group, saved in zip(optimizer.param_groups, saved_groups, strict=True)]
+    pairs = zip(optimizer.param_groups, saved_groups, strict=True)
+    groups = [_merge_group(optimizer, group, saved) for group, saved in pairs]
     for group in groups:
         optimizer._check_group(group)
     check_columns(optimizer, groups)
@@ -64,8 +65,8 @@ def load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         post_hook(optimizer)
 
 
-def _merge_group(group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    return {**group, **saved, **{key: group[key] for key in OWN if key in group}}
+def _merge_group(optimizer: Optimizer, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    return {**group, **saved, **{key: group[key] for key in (*OWN, *optimizer.fixed) if key in group}}
 
 
 def _check_loaded(

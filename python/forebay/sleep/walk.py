@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from forebay._device import is_cpu
 from forebay.errors import OptionError
 
 KINDS = ("parameters", "buffers", "gradients", "optimizer")
@@ -366,7 +367,7 @@ def _size(tensor: torch.Tensor, storage: torch.UntypedStorage) -> int:
     if tensor.get_device() < 0:
         # A meta tensor has no memory, and on the CPU a single number, such as a step counter, stays.
         is_number = tensor.dim() == 0 and size == tensor.element_size()
-        return 0 if tensor.device.type != "cpu" or is_number else size
+        return 0 if not is_cpu(tensor.device) or is_number else size
     return size
 
 

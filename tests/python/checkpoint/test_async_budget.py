@@ -141,6 +141,32 @@ def test_the_call_waits_for_what_no_step_holds_back(tmp_path: Path) -> None:
         assert not any("running" in name for name in handle._snapshot.live.tensors)
 
 
+def test_others_use_the_optimizer_while_its_step_waits_for_the_writer(tmp_path: Path) -> None:
+    # The writer needs the GIL to go on: whoever waits for the step must not hold it.
+    code = """
+import sys, threading
+from forebay import checkpoint
+from support.saves import ELEMENTS, PAGE, build, held, train
+
+model, optimizers = build()
+train(model, optimizers, 0)
+with held() as gate:
+    # Room for the parameters, and for no page of the state: the step waits in the engine.
+    budget = 4 * ELEMENTS + PAGE // 4
+    handle = checkpoint.async_save(sys.argv[1], model, optimizers, snapshot_budget_bytes=budget)
+    step = threading.Thread(target=train, args=(model, optimizers, 1))
+    step.start()
+    gate.open(after_s=0.3)
+    while step.is_alive():
+        assert not optimizers[0].is_closed
+        optimizers[0].check_trusted("read")
+handle.result()
+assert optimizers[0]._engine.stats()["save_stalls"] > 0
+"""
+    done = python(code, tmp_path, timeout=50)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_a_forked_child_does_not_wait_for_its_parents_writer(tmp_path: Path) -> None:
     code = """
 import os, signal, sys

@@ -31,6 +31,8 @@ pub enum Call {
     Copy,
     /// [`Device::launch`].
     Launch,
+    /// [`Device::write`].
+    Write,
     /// [`Device::update_on_host`]. To break it is to let it fail on a thread.
     HostUpdate,
 }
@@ -216,6 +218,7 @@ impl Device for Fault {
         self.inner.read(from, into)
     }
     fn write(&self, from: &[u8], to: &Region) -> Result<()> {
+        self.misbehave(Call::Write, None)?;
         self.inner.write(from, to)
     }
 }

@@ -19,7 +19,7 @@
 //! | no amsgrad, another number of elements | the others | element `i` with `i / 512 % 4 == 0` |
 
 use super::adamw::{COLUMNS, DECAY, DECAYS, HYPERS, keeps, moment_scalars, step};
-use super::{Arithmetic, MAX_COLUMNS, MAXIMIZE, Rule, ScalarInputs, Scalars, Splat, element};
+use super::{Arithmetic, MAX_COLUMNS, Rule, ScalarInputs, Scalars, Splat, element};
 use crate::cpu::update::sweep;
 use crate::cpu::update::vector::Vector;
 
@@ -34,7 +34,7 @@ pub(super) static RULE: Rule = Rule {
     counts: |_| true,
     shows_step: true,
     appears_late: false,
-    by_elements: |hypers| hypers[4] != 0.0 && hypers[5] == 0.0 && hypers[6] == 0.0,
+    kind,
     scalars,
     element: element::<Adam>,
     sweep: sweep::<Adam>,
@@ -49,16 +49,21 @@ const TWICE_IN_BLOCKS: u32 = 16;
 /// Elements of such a block.
 const BLOCK: u64 = 512;
 
-fn scalars(at: &ScalarInputs<'_>) -> Scalars {
-    let mut scalars = moment_scalars(at);
-    scalars.values[DECAY] = at.hypers[4] as f32;
-    let fuses = at.hypers[4] == 0.0 || at.hypers[6] != 0.0;
-    scalars.flags |= match (fuses, scalars.flags & MAXIMIZE != 0, at.elements.is_multiple_of(4)) {
+/// How the decay of a parameter is rounded: one of the flags above, or 0.
+fn kind(hypers: &[f64], elements: u64) -> u32 {
+    let fuses = hypers[4] == 0.0 || hypers[6] != 0.0;
+    match (fuses, hypers[5] != 0.0, elements.is_multiple_of(4)) {
         (true, _, _) => 0,
         (false, true, _) => TWICE,
         (false, false, true) => TWICE_IN_FOUR,
         (false, false, false) => TWICE_IN_BLOCKS,
-    };
+    }
+}
+
+fn scalars(at: &ScalarInputs<'_>) -> Scalars {
+    let mut scalars = moment_scalars(at);
+    scalars.values[DECAY] = at.hypers[4] as f32;
+    scalars.flags |= at.kind;
     scalars
 }
 

@@ -29,7 +29,7 @@ pub(super) static RULE: Rule = Rule {
     counts: |_| true,
     shows_step: true,
     appears_late: false,
-    by_elements: |_| false,
+    kind: |_, _| 0,
     scalars,
     element: element::<AdamW>,
     sweep: sweep::<AdamW>,

@@ -24,7 +24,7 @@ pub(super) static RULE: Rule = Rule {
     counts: |_| true,
     shows_step: false,
     appears_late: false,
-    by_elements: |_| false,
+    kind: |_, _| 0,
     scalars,
     element: element::<Lion>,
     sweep: sweep::<Lion>,

@@ -30,7 +30,7 @@ pub(super) static RULE: Rule = Rule {
     counts: |hypers| hypers[1] != 0.0,
     shows_step: false,
     appears_late: true,
-    by_elements: |hypers| hypers[1] != 0.0 && hypers[3] == 0.0 && hypers[5] != 0.0,
+    kind,
     scalars,
     element: element::<Sgd>,
     sweep: sweep::<Sgd>,
@@ -47,6 +47,12 @@ const FIRST: u32 = 16;
 /// The product with the buffer is the one that is not rounded.
 const FUSE_BUFFER: u32 = 32;
 
+/// Which product of the buffer's update is not rounded.
+fn kind(hypers: &[f64], elements: u64) -> u32 {
+    let by_elements = hypers[1] != 0.0 && hypers[3] == 0.0 && hypers[5] != 0.0;
+    flag(by_elements && elements.is_multiple_of(4), FUSE_BUFFER)
+}
+
 fn scalars(at: &ScalarInputs<'_>) -> Scalars {
     let &[lr, momentum, dampening, weight_decay, nesterov, maximize] = at.hypers else { return Scalars::default() };
     Scalars {
@@ -56,7 +62,7 @@ fn scalars(at: &ScalarInputs<'_>) -> Scalars {
             | flag(momentum != 0.0, MOMENTUM)
             | flag(nesterov != 0.0, NESTEROV)
             | flag(at.step <= 1, FIRST)
-            | flag((RULE.by_elements)(at.hypers) && at.elements.is_multiple_of(4), FUSE_BUFFER),
+            | at.kind,
     }
 }
 

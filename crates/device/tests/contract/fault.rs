@@ -26,7 +26,7 @@ fn faulty(on: &Subject) -> (Arc<Fault>, Subject) {
 }
 
 const ON_STREAMS: [Call; 4] = [Call::Record, Call::Wait, Call::Copy, Call::Launch];
-const OTHERS: [Call; 5] = [Call::Alloc, Call::Pin, Call::Stream, Call::Event, Call::Synchronize];
+const OTHERS: [Call; 6] = [Call::Alloc, Call::Pin, Call::Stream, Call::Event, Call::Synchronize, Call::Write];
 
 /// Something of everything, made before the fault strikes.
 struct Stage {
@@ -35,6 +35,7 @@ struct Stage {
     fresh: Event,
     source: Region,
     sink: Region,
+    host: Region,
 }
 
 impl Stage {
@@ -42,8 +43,9 @@ impl Stage {
         let [stream] = on.streams(["struck"]);
         let [recorded, fresh] = on.timed_events();
         let (source, sink) = (on.upload(&[1; 64]).all(), on.upload(&[2; 64]).all());
+        let host = on.pin(SlabLayout::new(&[64]).unwrap()).and_then(|slab| slab.part(0)).unwrap();
         on.record(&recorded, &stream).unwrap();
-        Self { stream, recorded, fresh, source, sink }
+        Self { stream, recorded, fresh, source, sink, host }
     }
 
     fn call(&self, on: &Subject, call: Call) -> Result<()> {
@@ -57,6 +59,7 @@ impl Stage {
             Call::Synchronize => on.synchronize(&self.recorded),
             Call::Copy => on.copy(&self.stream, &self.source, &self.sink),
             Call::Launch => on.fill(&self.stream, &self.sink, 3),
+            Call::Write => on.write(&[4; 64], &self.host),
             Call::HostUpdate => unreachable!("see host.rs"),
         }
     }

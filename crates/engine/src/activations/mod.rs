@@ -314,7 +314,11 @@ impl Offload {
         }
         let mut dropped = Vec::new();
         while let Some(entry) = state.tape.due() {
-            self.finish_store(state, entry)?;
+            if let Err(error) = self.finish_store(state, entry) {
+                // The caller gets no save to hold the source for, so the engine must not read it any more.
+                let _ = self.release_in(state, saved.save);
+                return Err(error);
+            }
             dropped.push(entry);
         }
         Ok(SaveOutcome { saved, dropped, exhausted })
@@ -451,7 +455,10 @@ impl Offload {
         if self.pid != std::process::id() {
             return Ok(None);
         }
-        let state = &mut *self.state();
+        self.release_in(&mut self.state(), save)
+    }
+
+    fn release_in(&self, state: &mut OffloadState, save: SaveId) -> Result<Option<EntryId>> {
         let Some((entry, _)) = state.tape.release(save) else { return Ok(None) };
         let Some(mut found) = state.offloaded.remove(&entry) else { return Ok(Some(entry)) };
         let fetched = self.end_fetch(&mut found);

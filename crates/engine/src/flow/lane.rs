@@ -62,6 +62,7 @@ struct Observed {
 pub(crate) struct Lane {
     queue: Arc<Queue<CopyJob>>,
     observed: Arc<Observed>,
+    pid: u32,
 }
 
 impl Lane {
@@ -87,7 +88,7 @@ impl Lane {
                 jobs.finish(ticket, outcome);
             }
         })?;
-        Ok(Self { queue, observed })
+        Ok(Self { queue, observed, pid: std::process::id() })
     }
 
     /// Asks for a copy; before all others if it is needed now.
@@ -125,7 +126,10 @@ impl Lane {
 
 impl Drop for Lane {
     fn drop(&mut self) {
-        self.queue.close();
+        // A forked child does not have the thread, and a thread of its parent may have held the lock when it forked.
+        if self.pid == std::process::id() {
+            self.queue.close();
+        }
     }
 }
 

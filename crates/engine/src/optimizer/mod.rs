@@ -377,15 +377,18 @@ impl Optimizer {
         let waits = is_own || on_host || outcome.is_err();
         let ended = if waits { inner.drain().and(self.finish(&mut inner.finished, &compute)) } else { Ok(()) };
         torn |= ended.is_err();
-        let counted = outcome
-            .and(ended)
-            .and_then(|()| inner.tables.iter().zip(&counters).try_for_each(|(table, steps)| table.set_steps(steps)));
-        if let Err(error) = &counted
+        let mut outcome = outcome.and(ended);
+        if outcome.is_ok() {
+            let mut counted = inner.tables.iter().zip(&counters);
+            outcome = counted.try_for_each(|(table, steps)| table.set_steps(steps));
+            torn = outcome.is_err();
+        }
+        if let Err(error) = &outcome
             && torn
         {
             inner.distrusted = Some(format!("its last step broke off with: {error}"));
         }
-        counted
+        outcome
     }
 
     /// State on the device: whole tensors, as few launches as they fit into.

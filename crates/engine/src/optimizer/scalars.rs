@@ -26,8 +26,8 @@ pub(super) struct ScalarSets<'a> {
 struct SetKey {
     group: u32,
     step: u64,
-    /// Whether the parameter's elements are a multiple of 4, for rules to which that matters.
-    fours: bool,
+    /// The kind of the parameter: see [`Rule::kind`].
+    kind: u32,
 }
 
 impl<'a> ScalarSets<'a> {
@@ -56,8 +56,7 @@ impl<'a> ScalarSets<'a> {
         if (self.rule.counts)(hypers) {
             *steps += 1.0;
         }
-        let fours = elements.is_multiple_of(4) && (self.rule.by_elements)(hypers);
-        let key = SetKey { group, step: *steps as u64, fours };
+        let key = SetKey { group, step: *steps as u64, kind: (self.rule.kind)(hypers, elements) };
         if let Some((last, index)) = self.last
             && last == key
         {
@@ -66,7 +65,7 @@ impl<'a> ScalarSets<'a> {
         let index = match self.index.get(&key) {
             Some(&index) => index,
             None => {
-                self.scalars.push(powers.scalars(self.rule, hypers, key.step, elements)?);
+                self.scalars.push(powers.scalars(self.rule, hypers, key.step, key.kind)?);
                 self.scalars.len() as u32 - 1
             }
         };
@@ -135,10 +134,10 @@ impl Powers {
         Ok(self.runs[0].values[(t - self.runs[0].first) as usize])
     }
 
-    /// A group's scalars at one step, for a parameter of so many elements.
-    fn scalars(&mut self, rule: &Rule, hypers: &[f64], step: u64, elements: u64) -> Result<Scalars> {
+    /// The scalars of a group at one step, for parameters of one kind.
+    fn scalars(&mut self, rule: &Rule, hypers: &[f64], step: u64, kind: u32) -> Result<Scalars> {
         let powers = rule.powers.iter().map(|&i| self.power(hypers[i] as f32, step)).collect::<Result<Vec<f32>>>()?;
-        Ok((rule.scalars)(&ScalarInputs { hypers, powers: &powers, step, elements }))
+        Ok((rule.scalars)(&ScalarInputs { hypers, powers: &powers, step, kind }))
     }
 
     fn compute(&self, base: f32, first: u64, count: u64) -> Result<Vec<f32>> {

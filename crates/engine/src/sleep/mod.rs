@@ -124,7 +124,7 @@ impl Sleeper {
     }
 
     /// Gives every storage a place in the slab, pinning what is missing, within a budget that holds from now on. What
-    /// sleeps stays where it is; on an error everything does.
+    /// sleeps stays where it is, also after an error. Where nothing sleeps, slabs that leave no room are freed first.
     pub fn place(&self, wants: &[Want], budget_bytes: Option<u64>) -> Result<()> {
         self.allocator.budget().set_limit(budget_bytes);
         lock(&self.slabs).place(&self.allocator, wants)

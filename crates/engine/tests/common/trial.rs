@@ -558,7 +558,7 @@ fn scalars(on: &Subject, rule: &Rule, hypers: &[f64], step: u64, elements: u64) 
         widen(Dtype::F32, &on.download(&memory.all()))[0]
     };
     let powers: Vec<f32> = rule.powers.iter().map(power).collect();
-    (rule.scalars)(&ScalarInputs { hypers, powers: &powers, step, elements })
+    (rule.scalars)(&ScalarInputs { hypers, powers: &powers, step, kind: (rule.kind)(hypers, elements) })
 }
 
 /// The steps in the test, for tensors whose weights are f32 somewhere: rounding to half precision is the device's.
