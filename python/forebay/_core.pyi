@@ -748,10 +748,6 @@ class Slabs:
         """
         Whether each storage has a place of this size that is not in use.
         """
-    def pin_stats(self, /) -> tuple[int, int]:
-        """
-        What pinning the present slabs cost: bytes and nanoseconds.
-        """
     def pinned_bytes(self, /) -> int:
         """
         Pinned bytes.

@@ -14,8 +14,6 @@ import torch
 from forebay import _core
 from forebay._core import Looked
 from forebay._device import CPU, SUPPORTED_TYPES, is_supported
-from forebay._device import capturing as capturing
-from forebay._device import stream_handle as stream_handle
 from forebay.errors import OptionError
 
 if TYPE_CHECKING:

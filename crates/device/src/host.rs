@@ -120,12 +120,12 @@ impl std::fmt::Debug for HostThreads {
 
 #[derive(Default)]
 struct Shared {
-    queue: Mutex<Queue>,
+    queue: Mutex<JobQueue>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct Queue {
+struct JobQueue {
     jobs: VecDeque<Arc<Job>>,
     closed: bool,
     /// Set by tests: the next update fails on a thread.
@@ -133,7 +133,7 @@ struct Queue {
 }
 
 /// A run of elements of one segment.
-struct Piece {
+struct SegmentRange {
     segment: usize,
     range: Range<usize>,
 }
@@ -141,7 +141,7 @@ struct Piece {
 enum Task {
     Update {
         update: HostUpdate,
-        pieces: Vec<Piece>,
+        ranges: Vec<SegmentRange>,
         unit: Unit,
     },
     /// Adds nothing to every word, which the compiler cannot know: reads and writes all of it.
@@ -153,7 +153,7 @@ enum Task {
 
 struct Job {
     task: Task,
-    /// What one thread takes at a time: pieces of an update, or bytes of a region.
+    /// What one thread takes at a time: ranges of an update, or bytes of a region.
     shares: Vec<Range<usize>>,
     next: AtomicUsize,
     left: AtomicUsize,
@@ -237,7 +237,7 @@ impl HostThreads {
         if std::mem::take(&mut lock(&self.shared.queue).fails_next) {
             return self.submit(Task::Panic, vec![0..1, 1..2]);
         }
-        let (mut pieces, mut shares) = (Vec::new(), Vec::new());
+        let (mut ranges, mut shares) = (Vec::new(), Vec::new());
         let (mut first, mut elements) = (0, 0);
         let mut left: usize = update.segments.iter().map(|segment| segment.elements() as usize).sum();
         let mut share = share_elements(left, self.threads());
@@ -246,20 +246,20 @@ impl HostThreads {
             while start < end {
                 let room = (share - elements).next_multiple_of(CUT_ELEMENTS);
                 let stop = end.min(start + room);
-                pieces.push(Piece { segment, range: start..stop });
+                ranges.push(SegmentRange { segment, range: start..stop });
                 elements += stop - start;
                 start = stop;
                 if elements >= share {
-                    shares.push(first..pieces.len());
+                    shares.push(first..ranges.len());
                     left -= elements;
-                    (first, elements, share) = (pieces.len(), 0, share_elements(left, self.threads()));
+                    (first, elements, share) = (ranges.len(), 0, share_elements(left, self.threads()));
                 }
             }
         }
-        if first < pieces.len() {
-            shares.push(first..pieces.len());
+        if first < ranges.len() {
+            shares.push(first..ranges.len());
         }
-        self.submit(Task::Update { update, pieces, unit: self.unit }, shares)
+        self.submit(Task::Update { update, ranges, unit: self.unit }, shares)
     }
 
     /// Starts reading and writing back every word of a region of host memory, changing none: the pace of the memory.
@@ -378,16 +378,16 @@ impl Job {
 impl Task {
     fn run(&self, share: Range<usize>) {
         match self {
-            Self::Update { update, pieces, unit } => {
-                for piece in &pieces[share] {
-                    let segment = &update.segments[piece.segment];
+            Self::Update { update, ranges, unit } => {
+                for part in &ranges[share] {
+                    let segment = &update.segments[part.segment];
                     let scalars = &update.scalars[segment.scalars as usize];
                     let how = Sweep { scale: update.grad_scale, scalars, follow: update.follow_weights };
                     // SAFETY: `HostUpdate::check` refused anything that is not live, aligned host memory of the right
-                    // size, and operands of one segment that overlap. Pieces are disjoint, each is taken once, and the
+                    // size, and operands of one segment that overlap. Ranges are disjoint, each is taken once, and the
                     // job keeps the memory alive. Whoever touches it meanwhile breaks the contract of `Device` and
                     // gets unspecified numbers.
-                    unsafe { unit.sweep(update.rule, segment, piece.range.clone(), how) };
+                    unsafe { unit.sweep(update.rule, segment, part.range.clone(), how) };
                 }
             }
             Self::Touch { region } => {

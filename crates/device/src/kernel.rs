@@ -47,12 +47,12 @@ pub enum Kernel<'a> {
         /// Upper bound.
         high: f32,
     },
-    /// `dst[i] = beta^(first + i)` as the device's own `powf` gives it: the raw material of bias corrections.
+    /// `dst[i] = base^(first + i)` as the device's own `powf` gives it: the raw material of bias corrections.
     Powers {
         /// Where the f32 powers go.
         dst: Region,
         /// The base.
-        beta: f32,
+        base: f32,
         /// The first exponent.
         first: u64,
     },
@@ -193,10 +193,10 @@ impl Kernel<'_> {
     }
 }
 
-/// `beta^t`, correctly rounded but for rare ties.
+/// `base^t`, correctly rounded but for rare ties.
 #[inline(always)]
-pub fn power_element(beta: f32, t: u64) -> f32 {
-    f64::from(beta).powf(t as f64) as f32
+pub fn power_element(base: f32, t: u64) -> f32 {
+    f64::from(base).powf(t as f64) as f32
 }
 
 /// The value at `index` of the sequence `seed`, uniform in `low..high`.

@@ -28,16 +28,12 @@
 //! # Ok::<(), forebay_device::Error>(())
 //! ```
 
-#[cfg(feature = "testing")]
-pub mod checked;
 #[allow(unsafe_code, reason = "device memory of this backend is raw host memory")]
 pub mod cpu;
 #[allow(unsafe_code, reason = "the driver API is C")]
 pub mod cuda;
 mod device;
 mod error;
-#[cfg(feature = "testing")]
-pub mod fault;
 #[allow(unsafe_code, reason = "system calls take addresses")]
 pub mod file;
 #[allow(unsafe_code, reason = "host memory is reached by address")]
@@ -57,21 +53,19 @@ mod thread;
 #[allow(unsafe_code, reason = "vector instructions are for CPUs that have them")]
 pub mod update;
 
-#[cfg(feature = "testing")]
-pub use checked::Checked;
 pub use cpu::{CpuDevice, CpuOptions, LinkOptions};
 pub use cuda::{CudaDevice, CudaOptions};
 pub use device::{Backend, Counters, Device, Entered, Info, Memory, SharedDevice};
 pub use error::{Error, Result};
-#[cfg(feature = "testing")]
-pub use fault::Fault;
 pub use host::{HostOptions, HostThreads, HostUpdate, HostWork, host_cores};
 pub use kernel::{Dtype, Kernel};
 pub use memory::{ALIGN_BYTES, Buffer, DeviceId, PIECE_BYTES, Place, Region, Slab, SlabLayout};
 pub use pinned::{HostMemory, PinStats};
 pub use stream::{Event, Stream};
+#[cfg(feature = "testing")]
+pub use testing::{checked, checked::Checked, fault, fault::Fault};
 pub use thread::{Cores, ThreadHandle};
-pub use update::{Column, Moment, Rule, Scalars, Segment, Update};
+pub use update::{Column, Rule, ScalarInputs, Scalars, Segment, Update};
 
 /// The device of this name: `cpu`, `cuda` or `cuda:N`. Opened once in a process and shared by all who ask for it; see
 /// [`CpuDevice::open`] and [`CudaDevice::open`] for one of your own.

@@ -3,7 +3,7 @@
 
 use forebay::Error;
 use forebay::plan::{ActivationPlan, Choice, LayerCost, Moment, PassCost, TensorCost};
-use forebay_device::testing::bench::cases;
+use forebay_device::testing::kinds::cases;
 use proptest::prelude::*;
 
 const MIB: u64 = 1 << 20;

@@ -139,13 +139,13 @@ impl<'a> Model<'a> {
             version: 0,
         };
         let source = memory.clone();
-        let outcome = self.offload.save_routed(key, (may_leave, true), route, || Ok(source), &self.compute)?;
+        let outcome = self.offload.save(key, (may_leave, true), route, || Ok(source), &self.compute)?;
         self.take_note(outcome, memory, value, bytes)
     }
 
     fn save_as(&mut self, key: Key, memory: Region, value: u8, may_leave: bool) -> forebay::Result<Tensor> {
         let source = memory.clone();
-        let outcome = self.offload.save(key, (may_leave, true), || Ok(source), &self.compute)?;
+        let outcome = self.offload.save(key, (may_leave, true), None, || Ok(source), &self.compute)?;
         self.take_note(outcome, memory, value, key.bytes)
     }
 
@@ -444,7 +444,7 @@ fn a_late_fetch_holds_the_next_store_into_its_block(on: &Subject) {
     on.launch(&other, &Kernel::Fill { dst: next.clone(), byte: 9 }).unwrap();
     let key =
         Key { storage: 99, storage_bytes: 4096, addr: next.addr() as u64, start_bytes: 0, bytes: 4096, version: 0 };
-    model.offload.save(key, (true, true), || Ok(next), &Compute::on_stream(other)).unwrap();
+    model.offload.save(key, (true, true), None, || Ok(next), &Compute::on_stream(other)).unwrap();
     assert_eq!(model.wrong_words(), 0, "the fetch had the old bytes");
 }
 
@@ -508,7 +508,7 @@ fn no_pinned_memory_keeps_the_tensor(on: &Subject) {
     let key =
         Key { storage: 77, storage_bytes: 8192, addr: memory.addr() as u64, start_bytes: 0, bytes: 8192, version: 0 };
     let outcome =
-        model.offload.save(key, (true, true), || panic!("nothing is copied"), &model.compute.clone()).unwrap();
+        model.offload.save(key, (true, true), None, || panic!("nothing is copied"), &model.compute.clone()).unwrap();
     let reason = outcome.exhausted.expect("the budget is spent");
     assert_eq!((reason.requested_bytes, outcome.saved.offload), (8192, false));
     assert!(reason.pinned_bytes <= 10_000);

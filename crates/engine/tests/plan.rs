@@ -6,7 +6,7 @@ use forebay::Error;
 use forebay::device::update::MASTER;
 use forebay::device::{ALIGN_BYTES, Column, Dtype, Rule};
 use forebay::plan::{ALIGN_ELEMENTS, Bucket, HOST_OPERANDS, PlanOptions, StepPlan, TensorSpec};
-use forebay_device::testing::bench::cases;
+use forebay_device::testing::kinds::cases;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 

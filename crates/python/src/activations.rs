@@ -181,7 +181,7 @@ impl Activations {
             let key = Key { storage, storage_bytes, addr, start_bytes, bytes, version };
             let source = || torch::held(self.offload.device(), addr + start_bytes, bytes);
             let route = route.map(|route| route.0);
-            let outcome = self.offload.save_routed(key, (may_leave, counted), route, source, &self.compute(stream)?)?;
+            let outcome = self.offload.save(key, (may_leave, counted), route, source, &self.compute(stream)?)?;
             let reason = outcome.exhausted.map(|exhausted| {
                 format!(
                     "no pinned memory for {} bytes: {} are pinned and {}",

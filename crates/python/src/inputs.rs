@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use forebay::Result;
-use forebay::device::{HostOptions, Place, Region, Rule, SharedDevice, Stream};
+use forebay::device::{HostOptions, Place, Region, Rule, SharedDevice};
 use forebay::optimizer::{Binding, Number, OptimizerOptions, Placement, TableInput};
 use forebay::plan::{PlanOptions, StepPlan, TensorSpec};
 use pyo3::prelude::*;
@@ -55,11 +55,6 @@ pub(crate) fn specs(rule: &Rule, tensors: Vec<NewTensor>, hypers: &[Vec<f64>]) -
         on_host,
     };
     tensors.into_iter().map(spec).collect()
-}
-
-/// Torch's stream, on backends where it has one.
-pub(crate) fn stream(device: &SharedDevice, handle: u64) -> Result<Option<Stream>> {
-    device.info().backend.is_stream_ordered().then(|| torch::stream(device, handle)).transpose()
 }
 
 /// One f32 on the device; nothing at address 0.

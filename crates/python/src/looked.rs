@@ -6,7 +6,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
-use crate::torch::Table;
+use crate::torch::ExchangeApi;
 
 /// One tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -169,7 +169,7 @@ pub(crate) fn look(
     plain: (Bound<'_, PyAny>, Bound<'_, PyAny>),
 ) -> PyResult<Option<Looked>> {
     let tensors = tensors.cast::<PyList>()?;
-    let Some(table) = Table::new(table, plain)? else { return Ok(None) };
+    let Some(table) = ExchangeApi::new(table, plain)? else { return Ok(None) };
     let mut found = Looked::with_capacity(tensors.len());
     for tensor in tensors {
         let Some(looked) = table.describe(&tensor) else { return Ok(None) };
@@ -190,7 +190,7 @@ pub(crate) fn look_with_gradients<'py>(
     plain: (Bound<'py, PyAny>, Bound<'py, PyAny>),
 ) -> PyResult<Option<WithGradients<'py>>> {
     let (py, parameters) = (parameters.py(), parameters.cast::<PyList>()?);
-    let Some(table) = Table::new(table, plain)? else { return Ok(None) };
+    let Some(table) = ExchangeApi::new(table, plain)? else { return Ok(None) };
     let count = parameters.len();
     let (mut found, mut found_gradients) = (Looked::with_capacity(count), Looked::with_capacity(count));
     let (mut gradients, mut kept) = (Vec::with_capacity(count), Vec::with_capacity(count));

@@ -10,10 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::guard;
-use crate::inputs::{
-    NewTensor, Options, Resident, Tensors, dict, host_regions, on_device, scalar, specs, stream as torch_stream,
-    table_input,
-};
+use crate::inputs::{NewTensor, Options, Resident, Tensors, dict, host_regions, on_device, scalar, specs, table_input};
 use crate::torch::{self, HostView};
 
 /// An optimizer: its ring, its state and its step.
@@ -53,7 +50,7 @@ impl Optimizer {
                 return self.inner.open_ring(None);
             }
             let ring = torch::buffer(self.inner.device(), addr, self.ring_bytes(), Arc::new(owner))?;
-            let after = torch_stream(self.inner.device(), stream)?;
+            let after = torch::stream_of(self.inner.device(), stream)?;
             self.inner.open_ring(Some((&ring, after.as_ref())))
         })
     }
@@ -121,7 +118,7 @@ impl Optimizer {
             let input = |(i, of): (usize, &Tensors)| table_input(device, &*self.inner.plan(i)?, of, resident.get(i));
             let inputs = tensors.iter().enumerate().map(input).collect::<Result<_>>()?;
             let flags = StepFlags { grad_scale: scalar(device, grad_scale)?, skip: None };
-            self.inner.step(inputs, &hypers, torch_stream(device, stream)?.as_ref(), flags)
+            self.inner.step(inputs, &hypers, torch::stream_of(device, stream)?.as_ref(), flags)
         })
     }
 
@@ -161,7 +158,7 @@ impl Optimizer {
         guard::run(py, || {
             let device = self.inner.device();
             let grad = on_device(device, addr, bytes)?;
-            self.inner.land(table, tensor, &grad, torch_stream(device, stream)?.as_ref())
+            self.inner.land(table, tensor, &grad, torch::stream_of(device, stream)?.as_ref())
         })
     }
 

@@ -135,15 +135,6 @@ impl Slabs {
         guard::run(py, || Ok(self.sleeper.pinned_bytes()))
     }
 
-    /// What pinning the present slabs cost: bytes and nanoseconds.
-    fn pin_stats(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
-        guard::run(py, || {
-            let stats = self.sleeper.pin_stats();
-            let ns = stats.iter().map(|stats| stats.fault_ns + stats.register_ns).sum();
-            Ok((stats.iter().map(|stats| stats.bytes).sum(), ns))
-        })
-    }
-
     /// Allocations, slabs, streams and events made on the device so far; constant after the third sleep.
     fn resources_made(&self) -> u64 {
         self.sleeper.device().counters().total()

@@ -10,7 +10,7 @@ use std::mem::MaybeUninit;
 use std::sync::Arc;
 
 use forebay::Result;
-use forebay::device::{Backend, Buffer, Dtype, Place, Region, SharedDevice, Stream};
+use forebay::device::{Buffer, Dtype, Place, Region, SharedDevice, Stream};
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -84,9 +84,9 @@ pub(crate) fn stream(device: &SharedDevice, handle: u64) -> Result<Stream> {
     Ok(unsafe { device.borrow_stream(handle as usize, "torch") }?)
 }
 
-/// The same where there is a stream; on the CPU there is none, and work that torch was given has ended.
+/// The same on backends where torch has streams. On the CPU it has none, and work that torch was given has ended.
 pub(crate) fn stream_of(device: &SharedDevice, handle: u64) -> Result<Option<Stream>> {
-    (device.info().backend != Backend::Cpu).then(|| stream(device, handle)).transpose()
+    device.info().backend.is_stream_ordered().then(|| stream(device, handle)).transpose()
 }
 
 /// A tensor as DLPack's C table describes it, without a reference to it; the layout is DLPack's, of major version 1.
@@ -117,12 +117,12 @@ struct DlTable {
 }
 
 /// Torch's table of C functions, and the types of tensor to which it belongs.
-pub(crate) struct Table<'py> {
+pub(crate) struct ExchangeApi<'py> {
     describe: unsafe extern "C" fn(*mut c_void, *mut DlTensor) -> c_int,
     plain: [Bound<'py, PyAny>; 2],
 }
 
-impl<'py> Table<'py> {
+impl<'py> ExchangeApi<'py> {
     /// The table in a capsule; nothing where it is of another version.
     pub(crate) fn new(
         capsule: &Bound<'py, PyAny>,

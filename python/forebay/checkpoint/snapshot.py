@@ -159,7 +159,7 @@ def _room() -> int:
 
 def _keepers(optimizers: list[torch.optim.Optimizer]) -> list[Optimizer]:
     """Return the optimizers that have state in pinned memory."""
-    return [one for one in ours(optimizers) if one._stores and not one._options.is_resident and not one.is_closed]
+    return [one for one in ours(optimizers) if one._tables and not one._options.is_resident and not one.is_closed]
 
 
 def _pinned(optimizers: list[torch.optim.Optimizer]) -> set[int]:

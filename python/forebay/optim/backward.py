@@ -120,10 +120,10 @@ def last_backward(optimizer: Optimizer) -> Iterator[None]:
     if landed.checked is None or landed.checked[0] is not parameters or landed.checked[1] != late_reducers():
         refuse_late_reduction(parameters)
         landed.checked = (parameters, late_reducers())
-    for number, store in enumerate(optimizer._stores):
+    for number, table in enumerate(optimizer._tables):
         sizes = [
             local(parameter).nbytes if parameter is not None and travels(optimizer, local(parameter), compute) else 0
-            for parameter in store.parameters
+            for parameter in table.parameters
         ]
         engine.open_landing(number, sizes)
     if not landed.hooked:
@@ -167,15 +167,14 @@ def hook(reference: weakref.ref[Optimizer]) -> Any:
         number, index = home
         inner = local(gradient)
         compute = optimizer._compute
-        store = optimizer._stores[number]
+        table = optimizer._tables[number]
         # Gradients that would have to be put in order, or refused, are left to the step.
         fits = (
-            compute is not None
-            and is_placed_like(parameter, gradient)
+            is_placed_like(parameter, gradient)
             and inner.layout == torch.strided
             and inner.dtype in DTYPES
-            and inner.shape == store.shapes[index]
-            and (inner.stride() == store.strides[index] or inner.numel() <= 1)
+            and inner.shape == table.shapes[index]
+            and (inner.stride() == table.strides[index] or inner.numel() <= 1)
             and not inner.is_neg()
             and storage_address(inner.untyped_storage()) % 8 == 0
             and inner.numel() > 0
@@ -183,7 +182,6 @@ def hook(reference: weakref.ref[Optimizer]) -> Any:
         )
         if not fits:
             return
-        assert compute is not None
         with torch.no_grad():
             landed.gradients[id(parameter)] = (parameter, home, Gradient.of(gradient))
         optimizer._engine.land(number, index, address(inner), inner.nbytes, stream_handle(compute))

@@ -29,7 +29,7 @@ from forebay._tensors import (
 from forebay.errors import CheckpointError, DeviceError, OptionError
 from forebay.optim.backward import Landed, last_backward
 from forebay.optim.create import create
-from forebay.optim.gather import Flat, Found, Store
+from forebay.optim.gather import Flat, Found, Table
 from forebay.optim.load import load
 from forebay.optim.options import Keywords, Options, check_options
 from forebay.optim.state import MASTER, STEP, ParameterState, State
@@ -145,9 +145,9 @@ class Optimizer(torch.optim.Optimizer):
         # The process that opened it.
         self._process = 0
         self._compute = CPU
-        # Where the engine has the state of a parameter, by its id: the store's number, and the place there.
+        # Where the engine has the state of a parameter, by its id: the table's number, and the place there.
         self._homes: dict[int, tuple[int, int]] = {}
-        self._stores: list[Store] = []
+        self._tables: list[Table] = []
         # The parameters of the last step, no two of which share memory.
         self._apart: _core.Looked | None = None
         self._flat: Flat | None = None
@@ -334,15 +334,15 @@ class Optimizer(torch.optim.Optimizer):
         """Let the engine update what was found, after the checks that need its state."""
         assert found.properties is not None
         self._open_ring(engine, compute)
-        store = found.flat.store if found.whole else None
-        # Where all parameters are those of one store, what fitted in the last step is not checked again.
-        homes = [self._homes[id(parameter)] for parameter in found.parameters] if store is None else None
-        if store is None or found.properties.fits is not store:
-            self._check_unchanged(found, *self._created_as(store, homes))
-            found.properties.fits = store
-        if not (found.contiguous and all(store.contiguous for store in self._stores)):
-            found.put_in_order(self._strides(store, homes))
-        tensors = found.tensors_of(self._stores, homes)
+        table = found.flat.table if found.whole else None
+        # Where all parameters are those of one table, what fitted in the last step is not checked again.
+        homes = [self._homes[id(parameter)] for parameter in found.parameters] if table is None else None
+        if table is None or found.properties.fits is not table:
+            self._check_unchanged(found, *self._created_as(table, homes))
+            found.properties.fits = table
+        if not (found.contiguous and all(table.contiguous for table in self._tables)):
+            found.put_in_order(self._strides(table, homes))
+        tensors = found.tensors_of(self._tables, homes)
         self._check_apart(found)
         numbers = [self.numbers(group) for group in self.param_groups]
         scale = 0 if clip.coefficient is None else address(clip.coefficient)
@@ -350,18 +350,18 @@ class Optimizer(torch.optim.Optimizer):
         engine.step(tensors, numbers, stream_handle(compute), scale, resident)
 
     def _created_as(
-        self, store: Store | None, homes: list[tuple[int, int]] | None
+        self, table: Table | None, homes: list[tuple[int, int]] | None
     ) -> tuple[list[int], list[torch.Size]]:
         """Return the devices and shapes that state was created for."""
-        if store is not None:
-            return store.devices, store.shapes
-        places = [(self._stores[number], index) for number, index in homes or ()]
-        return [store.devices[index] for store, index in places], [store.shapes[index] for store, index in places]
+        if table is not None:
+            return table.devices, table.shapes
+        places = [(self._tables[number], index) for number, index in homes or ()]
+        return [table.devices[index] for table, index in places], [table.shapes[index] for table, index in places]
 
-    def _strides(self, store: Store | None, homes: list[tuple[int, int]] | None) -> list[tuple[int, ...]]:
-        if store is not None:
-            return store.strides
-        return [self._stores[number].strides[index] for number, index in homes or ()]
+    def _strides(self, table: Table | None, homes: list[tuple[int, int]] | None) -> list[tuple[int, ...]]:
+        if table is not None:
+            return table.strides
+        return [self._tables[number].strides[index] for number, index in homes or ()]
 
     def _check_unchanged(self, found: Found, devices: list[int], shapes: list[torch.Size]) -> None:
         """Refuse parameters that are no longer what their state was created for."""
@@ -396,18 +396,18 @@ class Optimizer(torch.optim.Optimizer):
         self._apart = parameters
 
     def _addresses(self, found: Found) -> list[list[list[int]]]:
-        """Return where the columns of resident state are, for each parameter of each store."""
+        """Return where the columns of resident state are, for each parameter of each table."""
         state = self.state
-        addresses: list[list[list[int]]] = [[[] for _ in store.parameters] for store in self._stores]
+        addresses: list[list[list[int]]] = [[[] for _ in table.parameters] for table in self._tables]
         for parameter, group, position in zip(found.parameters, found.groups, found.positions, strict=True):
             number, index = self._homes[id(parameter)]
-            room, store = state.rooms[id(parameter)], self._stores[number]
+            room, table = state.rooms[id(parameter)], self._tables[number]
             for column in room.columns:
                 inner = local(state.view(room, column))
-                if inner.get_device() != store.devices[index] or inner.dtype != torch.float32:
+                if inner.get_device() != table.devices[index] or inner.dtype != torch.float32:
                     name = self._name(group, position)
                     raise OptionError(f"{column} of {name} was moved to {inner.device} as {inner.dtype}; move it back")
-                if inner.shape != store.shapes[index] or (inner.numel() > 1 and inner.stride() != store.strides[index]):
+                if inner.shape != table.shapes[index] or (inner.numel() > 1 and inner.stride() != table.strides[index]):
                     name = self._name(group, position)
                     raise OptionError(f"{column} of {name} was given another shape or order; assign it through state")
                 addresses[number][index].append(address(inner))
@@ -449,8 +449,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _forget_home(self, number: int) -> None:
         """Forget a parameter, given by its id; nothing updates it again."""
-        store, index = self._homes.pop(number)
-        self._stores[store].parameters[index] = None
+        table, index = self._homes.pop(number)
+        self._tables[table].parameters[index] = None
 
     def _open_ring(self, engine: _core.Optimizer, compute: torch.device) -> None:
         """Make the ring where there is none and this placement needs one."""
@@ -467,7 +467,7 @@ class Optimizer(torch.optim.Optimizer):
             self._engine.close_ring()
 
     def _restore_ring(self) -> None:
-        if self._engine is not None and self._stores and not self.is_closed:
+        if self._engine is not None and self._tables and not self.is_closed:
             self._open_ring(self._engine, self._compute)
 
     # Reading state.
@@ -483,7 +483,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _settle(self, parameter: torch.Tensor | None) -> None:
         """Wait for the stores into a parameter's state, or for all of them."""
-        if self._stores and self._is_inherited():
+        if self._tables and self._is_inherited():
             raise DeviceError(
                 "this optimizer was used before fork(), and its pinned state is not there in the child; read it in the "
                 "parent, or make another optimizer in the child"

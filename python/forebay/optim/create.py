@@ -9,7 +9,7 @@ import torch
 from forebay._device import is_gpu
 from forebay._tensors import check_parameter, host_tensor, local, state_like
 from forebay.errors import OptionError
-from forebay.optim.gather import Flat, Store
+from forebay.optim.gather import Flat, Table
 from forebay.optim.state import MASTER, STEP, Room, resident_column
 from forebay.optim.values import check_layout
 
@@ -55,7 +55,7 @@ def create(optimizer: Optimizer, flat: Flat, found: list[torch.Tensor]) -> None:
     if new:
         _add(optimizer, flat, new, numbers)
     state.edited = False
-    flat.settle(columns, optimizer._stores, homes)
+    flat.settle(columns, optimizer._tables, homes)
 
 
 def check_columns(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
@@ -78,7 +78,7 @@ def check_columns(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
 
 
 def _add(optimizer: Optimizer, flat: Flat, new: list[int], numbers: list[list[float]]) -> None:
-    """Create a store for the parameters at these places of ``flat``."""
+    """Create a table for the parameters at these places of ``flat``."""
     engine, compute = optimizer._open()
     options, state = optimizer._options, optimizer.state
     parameters = [flat.parameters[place] for place in new]
@@ -104,11 +104,11 @@ def _add(optimizer: Optimizer, flat: Flat, new: list[int], numbers: list[list[fl
     # Where nothing goes through the device, a parameter on the host is updated in place.
     in_place = not is_gpu(compute) and options.host_fraction == 1.0
     on_host = [tensor.device != compute or in_place for tensor in inner]
-    if not optimizer._stores:
+    if not optimizer._tables:
         optimizer._open_ring(engine, compute)
     sizes = [tensor.numel() for tensor in inner]
     number = engine.add(list(zip(names, sizes, groups, master, on_host, strict=True)), numbers)
-    optimizer._stores.append(Store(parameters))
+    optimizer._tables.append(Table(parameters))
     for index, (parameter, kept, of_parameter) in enumerate(zip(parameters, columns, views, strict=True)):
         optimizer._homes[id(parameter)] = (number, index)
         for name in () if options.is_resident else kept:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     Tensors = tuple[Looked, Looked, list[int]]
 
 
-class Store:
+class Table:
     """Parameters whose state was created together, in the order in which the engine knows them."""
 
     def __init__(self, parameters: list[torch.Tensor]) -> None:
@@ -55,8 +55,8 @@ class Properties:
 
     looked: Looked
     shapes: list[torch.Size]
-    # The store that they were found to fit.
-    fits: Store | None = None
+    # The table that they were found to fit.
+    fits: Table | None = None
 
 
 class Flat:
@@ -73,8 +73,8 @@ class Flat:
         self.created: list[list[str]] | None = None
         # Whether every one of them has state.
         self.complete = False
-        # The one store that has just these parameters in this order, if there is one.
-        self.store: Store | None = None
+        # The one table that has just these parameters in this order, if there is one.
+        self.table: Table | None = None
         seen: set[int] = set()
         for group, parameters in enumerate(lists):
             for position, parameter in enumerate(parameters):
@@ -84,11 +84,11 @@ class Flat:
                     self.groups.append(group)
                     self.positions.append(position)
 
-    def settle(self, columns: list[list[str]], stores: list[Store], homes: dict[int, tuple[int, int]]) -> None:
+    def settle(self, columns: list[list[str]], tables: list[Table], homes: dict[int, tuple[int, int]]) -> None:
         """Note that every parameter that can have a gradient has state."""
         self.created = columns
         self.complete = all(id(parameter) in homes for parameter in self.parameters)
-        self.store = stores[0] if len(stores) == 1 and _same(stores[0].parameters, self.parameters) else None
+        self.table = tables[0] if len(tables) == 1 and _same(tables[0].parameters, self.parameters) else None
 
     def is_still(self, lists: list[list[torch.Tensor]]) -> bool:
         """Whether these lists hold the very same tensors; users may edit groups at any time."""
@@ -172,25 +172,25 @@ class Found:
             self.inner_gradients[i] = in_order(self.inner_gradients[i], order)
         self.looked = (look(self.inner), look(self.inner_gradients))
 
-    def tensors_of(self, stores: list[Store], homes: list[tuple[int, int]] | None) -> list[Tensors]:
-        """Return what the engine updates in each store: nothing where a parameter has no gradient in this step.
+    def tensors_of(self, tables: list[Table], homes: list[tuple[int, int]] | None) -> list[Tensors]:
+        """Return what the engine updates in each table: nothing where a parameter has no gradient in this step.
 
         Parameters
         ----------
-        stores
-            All stores.
+        tables
+            All tables.
         homes
-            The number of the store of each of these parameters, and its place there. None where they are the parameters
-            of the one store, in its order.
+            The number of the table of each of these parameters, and its place there. None where they are the parameters
+            of the one table, in its order.
         """
         assert self.looked is not None
         if homes is None:
             return [(*self.looked, self.groups)]
         parameters, gradients = self.looked
         parts: list[Tensors] = []
-        for number, store in enumerate(stores):
+        for number, table in enumerate(tables):
             here = [(place, at) for place, (home, at) in enumerate(homes) if home == number]
-            groups = [0] * len(store.parameters)
+            groups = [0] * len(table.parameters)
             for place, at in here:
                 groups[at] = self.groups[place]
             parts.append((parameters.spread(here, len(groups)), gradients.spread(here, len(groups)), groups))

@@ -59,8 +59,8 @@ def state_has_the_parameters_layout_over_pinned_memory() -> None:
             assert data.dtype == torch.float32
             assert data.untyped_storage().nbytes() == 4 * data.numel(), "a storage of its own exact size"
             assert parameter._local_tensor.dtype == torch.bfloat16
-            store, index = optimizer._homes[id(parameter)]
-            view = optimizer._engine.view(store, index, kind)
+            table, index = optimizer._homes[id(parameter)]
+            view = optimizer._engine.view(table, index, kind)
             if data.numel():
                 assert data.data_ptr() == torch.frombuffer(view, dtype=torch.float32).data_ptr(), "no copy"
             held[name, kind] = (value, data, data.data_ptr())

@@ -63,7 +63,7 @@ def train(on_host: list[bool], scale: float | None) -> tuple[list[torch.Tensor],
         (f"parameter {i}", spec.elements, spec.group, spec.dtype != torch.float32, is_there)
         for i, (spec, is_there) in enumerate(zip(SPECS, on_host, strict=True))
     ]
-    store = engine.add(tensors, GROUPS)
+    table = engine.add(tensors, GROUPS)
     coefficient = None if scale is None else torch.tensor(scale)
     for step in range(STEPS):
         gradients = [torch.randn(spec.elements, generator=generator).to(spec.grad_dtype) for spec in SPECS]
@@ -82,7 +82,7 @@ def train(on_host: list[bool], scale: float | None) -> tuple[list[torch.Tensor],
     state = {}
     for i in range(len(SPECS)):
         for kind in ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param"):
-            view = engine.view(store, i, kind)
+            view = engine.view(table, i, kind)
             if view is not None and len(view):
                 state[i, kind] = torch.frombuffer(view, dtype=torch.float32).clone()
     engine.close()

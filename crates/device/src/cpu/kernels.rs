@@ -43,10 +43,10 @@ pub(crate) fn uniform(dst: &Region, seed: u64, low: f32, high: f32) {
 }
 
 /// Fills a checked region of f32 with powers.
-pub(crate) fn powers(dst: &Region, beta: f32, first: u64) {
+pub(crate) fn powers(dst: &Region, base: f32, first: u64) {
     // SAFETY: as in `uniform`.
     let values = unsafe { slice::<f32>(dst) };
-    values.iter_mut().enumerate().for_each(|(i, value)| *value = power_element(beta, first + i as u64));
+    values.iter_mut().enumerate().for_each(|(i, value)| *value = power_element(base, first + i as u64));
 }
 
 /// Adds the number of differing words to a count.

@@ -302,8 +302,8 @@ impl CpuDevice {
                 kernels::uniform(&dst, seed, low, high);
                 Ok(())
             }),
-            Kernel::Powers { dst, beta, first } => Box::new(move || {
-                kernels::powers(&dst, beta, first);
+            Kernel::Powers { dst, base, first } => Box::new(move || {
+                kernels::powers(&dst, base, first);
                 Ok(())
             }),
             Kernel::CountDifferences { a, b, count } => Box::new(move || {

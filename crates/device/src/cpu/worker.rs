@@ -1,11 +1,11 @@
 //! Streams and events of the CPU backend: a thread and a queue each, with CUDA's meaning of record and wait.
 //!
-//! An event holds the [`Mark`] of its latest recording. Recording puts a fresh mark into the stream's queue; a wait
-//! takes the mark the event holds at that moment. A mark is completed exactly once, by the worker that reaches it, so
+//! An event holds its latest [`Recording`]. Recording the event puts a fresh one into the stream's queue; a wait takes
+//! the one that the event holds at that moment. A recording is completed exactly once, by the worker that reaches it, so
 //! re-recording an event never confuses those that wait for its earlier point.
 //!
-//! When work fails, its stream is failed for good: work behind it is dropped unrun, marks behind it complete with the
-//! error, and a stream that waits for such a mark fails too.
+//! When work fails, its stream is failed for good: work behind it is dropped unrun, recordings behind it complete with
+//! the error, and a stream that waits for such a recording fails too.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -19,18 +19,18 @@ pub(crate) type Work = Box<dyn FnOnce() -> Result<()> + Send>;
 
 enum Op {
     Run(Work),
-    Record(Arc<Mark>),
-    Wait(Arc<Mark>),
+    Record(Arc<Recording>),
+    Wait(Arc<Recording>),
 }
 
 /// One recording of an event: empty until its stream reaches it.
 #[derive(Default)]
-pub(crate) struct Mark {
+pub(crate) struct Recording {
     reached: Mutex<Option<Result<Instant>>>,
     changed: Condvar,
 }
 
-impl Mark {
+impl Recording {
     fn complete(&self, outcome: Result<Instant>) {
         *lock(&self.reached) = Some(outcome);
         self.changed.notify_all();
@@ -53,29 +53,29 @@ impl Mark {
 
 /// A point that can be recorded again and again.
 pub(crate) struct CpuEvent {
-    mark: Mutex<Option<Arc<Mark>>>,
+    recording: Mutex<Option<Arc<Recording>>>,
     timed: bool,
 }
 
 impl CpuEvent {
     /// An event without a time refuses to tell one, as it would on a GPU.
     pub(crate) fn new(timed: bool) -> Self {
-        Self { mark: Mutex::default(), timed }
+        Self { recording: Mutex::default(), timed }
     }
 
-    fn mark(&self) -> Option<Arc<Mark>> {
-        lock(&self.mark).clone()
+    fn recording(&self) -> Option<Arc<Recording>> {
+        lock(&self.recording).clone()
     }
 
     pub(crate) fn is_done(&self) -> Result<bool> {
-        match self.mark().and_then(|mark| mark.outcome()) {
-            None => Ok(self.mark().is_none()),
+        match self.recording().and_then(|recording| recording.outcome()) {
+            None => Ok(self.recording().is_none()),
             Some(outcome) => outcome.map(|_| true),
         }
     }
 
     pub(crate) fn wait(&self) -> Result<()> {
-        self.mark().map_or(Ok(()), |mark| mark.wait().map(drop))
+        self.recording().map_or(Ok(()), |recording| recording.wait().map(drop))
     }
 
     /// When the point was reached; an error where it was not recorded or not reached yet.
@@ -87,24 +87,24 @@ impl CpuEvent {
         if !self.timed {
             return Err(early());
         }
-        self.mark().ok_or_else(early)?.outcome().ok_or_else(early)?
+        self.recording().ok_or_else(early)?.outcome().ok_or_else(early)?
     }
 }
 
 /// A queue and the thread that works it off.
 pub(crate) struct CpuStream {
-    queue: Arc<Queue>,
+    queue: Arc<OpQueue>,
     pid: u32,
 }
 
-struct Queue {
+struct OpQueue {
     name: String,
-    state: Mutex<State>,
+    state: Mutex<OpQueueState>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct OpQueueState {
     ops: VecDeque<Op>,
     closed: bool,
     failed: Option<Error>,
@@ -112,7 +112,7 @@ struct State {
 
 impl CpuStream {
     pub(crate) fn start(name: &str) -> Result<Self> {
-        let queue = Arc::new(Queue { name: name.to_owned(), state: Mutex::default(), changed: Condvar::new() });
+        let queue = Arc::new(OpQueue { name: name.to_owned(), state: Mutex::default(), changed: Condvar::new() });
         let worker = queue.clone();
         Cores::here().spawn(&format!("forebay-{name}"), move || worker.work())?;
         Ok(Self { queue, pid: std::process::id() })
@@ -123,14 +123,14 @@ impl CpuStream {
     }
 
     pub(crate) fn record(&self, event: &CpuEvent) -> Result<()> {
-        let mark = Arc::new(Mark::default());
-        self.queue.push(Op::Record(mark.clone()))?;
-        *lock(&event.mark) = Some(mark);
+        let recording = Arc::new(Recording::default());
+        self.queue.push(Op::Record(recording.clone()))?;
+        *lock(&event.recording) = Some(recording);
         Ok(())
     }
 
     pub(crate) fn wait(&self, event: &CpuEvent) -> Result<()> {
-        event.mark().map_or(Ok(()), |mark| self.queue.push(Op::Wait(mark)))
+        event.recording().map_or(Ok(()), |recording| self.queue.push(Op::Wait(recording)))
     }
 }
 
@@ -147,7 +147,7 @@ impl Drop for CpuStream {
     }
 }
 
-impl Queue {
+impl OpQueue {
     fn push(&self, op: Op) -> Result<()> {
         let mut state = lock(&self.state);
         if let Some(error) = &state.failed {
@@ -174,14 +174,14 @@ impl Queue {
         let mut failed: Option<Error> = None;
         while let Some(op) = self.next() {
             let outcome = match op {
-                Op::Record(mark) => {
-                    mark.complete(failed.clone().map_or_else(|| Ok(Instant::now()), Err));
+                Op::Record(recording) => {
+                    recording.complete(failed.clone().map_or_else(|| Ok(Instant::now()), Err));
                     continue;
                 }
                 _ if failed.is_some() => continue,
                 Op::Run(work) => std::panic::catch_unwind(std::panic::AssertUnwindSafe(work))
                     .unwrap_or_else(|panic| Err(self.failure(&panic_text(&*panic)))),
-                Op::Wait(mark) => mark.wait().map(drop),
+                Op::Wait(recording) => recording.wait().map(drop),
             };
             if let Err(error) = outcome {
                 let error = match error {

@@ -115,17 +115,17 @@ impl Drop for CudaMemory {
 /// Host memory registered with the driver, piece by piece.
 pub(crate) struct Registration {
     // Declared before the mapping: unregistered first, unmapped after.
-    pieces: Pieces,
+    ranges: RegisteredRanges,
     mapping: HostMapping,
     _charge: Charge,
 }
 
-struct Pieces {
+struct RegisteredRanges {
     context: Arc<Context>,
     addrs: Vec<usize>,
 }
 
-impl Drop for Pieces {
+impl Drop for RegisteredRanges {
     fn drop(&mut self) {
         self.context.drain();
         for &addr in &self.addrs {
@@ -143,7 +143,7 @@ impl Registration {
         pieces: &[(u64, u64)],
         charge: Charge,
     ) -> Result<Self> {
-        let mut registered = Pieces { context: context.clone(), addrs: Vec::with_capacity(pieces.len()) };
+        let mut registered = RegisteredRanges { context: context.clone(), addrs: Vec::with_capacity(pieces.len()) };
         for &(offset, bytes) in pieces {
             let addr = mapping.addr() + offset as usize;
             // SAFETY: the range lies in the mapping, whole pages that no other piece shares; the mapping stays until
@@ -153,11 +153,11 @@ impl Registration {
             })?;
             registered.addrs.push(addr);
         }
-        Ok(Self { pieces: registered, mapping, _charge: charge })
+        Ok(Self { ranges: registered, mapping, _charge: charge })
     }
 
     pub(crate) fn addr(&self) -> usize {
-        debug_assert!(!self.pieces.addrs.is_empty());
+        debug_assert!(!self.ranges.addrs.is_empty());
         self.mapping.addr()
     }
 }

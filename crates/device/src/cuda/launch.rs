@@ -297,10 +297,10 @@ impl Kernels {
                 let mut args = [arg(&mut values), arg(&mut elements), arg(&mut seed), arg(&mut low), arg(&mut high)];
                 self.start(self.probes()?.uniform, wide(elements), THREADS, stream, &mut args)
             }
-            Kernel::Powers { dst, beta, first } => {
+            Kernel::Powers { dst, base, first } => {
                 let (mut values, mut elements) = (dst.addr() as u64, dst.bytes() / 4);
-                let (mut beta, mut first) = (*beta, *first);
-                let mut args = [arg(&mut values), arg(&mut elements), arg(&mut beta), arg(&mut first)];
+                let (mut base, mut first) = (*base, *first);
+                let mut args = [arg(&mut values), arg(&mut elements), arg(&mut base), arg(&mut first)];
                 self.start(self.powers, wide(elements), THREADS, stream, &mut args)
             }
             Kernel::CountDifferences { a, b, count } => {

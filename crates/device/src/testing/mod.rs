@@ -1,3 +1,5 @@
 //! What tests of this crate and of the crates above it share.
 
-pub mod bench;
+pub mod checked;
+pub mod fault;
+pub mod kinds;

@@ -19,7 +19,7 @@
 //! | no amsgrad, another number of elements | the others | element `i` with `i / 512 % 4 == 0` |
 
 use super::adamw::{COLUMNS, DECAY, DECAYS, HYPERS, keeps, moment_scalars, step};
-use super::{Arithmetic, Lanes, MAX_COLUMNS, Moment, Rule, Scalars, element};
+use super::{Arithmetic, MAX_COLUMNS, Rule, ScalarInputs, Scalars, Splat, element};
 use crate::cpu::update::sweep;
 use crate::cpu::update::vector::Vector;
 
@@ -60,7 +60,7 @@ fn kind(hypers: &[f64], elements: u64) -> u32 {
     }
 }
 
-fn scalars(at: &Moment<'_>) -> Scalars {
+fn scalars(at: &ScalarInputs<'_>) -> Scalars {
     let mut scalars = moment_scalars(at);
     scalars.values[DECAY] = at.hypers[4] as f32;
     scalars.flags |= at.kind;
@@ -76,7 +76,7 @@ impl Arithmetic for Adam {
         grad: V,
         state: &mut [V; MAX_COLUMNS],
         kept: u32,
-        s: &Lanes<V>,
+        s: &Splat<V>,
         position: u64,
     ) -> V {
         // SAFETY: as the caller promises.
@@ -92,7 +92,7 @@ impl Arithmetic for Adam {
 /// # Safety
 /// The CPU must have the vector's instructions.
 #[inline(always)]
-unsafe fn decayed<V: Vector>(weight: V, grad: V, s: &Lanes<V>, position: u64) -> V {
+unsafe fn decayed<V: Vector>(weight: V, grad: V, s: &Splat<V>, position: u64) -> V {
     // SAFETY: as the caller promises.
     unsafe {
         let once = s.values[DECAY].mul_add(weight, grad);

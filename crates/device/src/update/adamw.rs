@@ -14,7 +14,7 @@
 //! This is what torch 2.11's fused CUDA AdamW computes for f32, found by comparing candidates with its results bit for
 //! bit; `decay`, `step_size` and the complements are rounded to f32 before they enter.
 
-use super::{Arithmetic, Column, Lanes, MAX_COLUMNS, MAXIMIZE, Moment, Rule, Scalars, element, flag};
+use super::{Arithmetic, Column, MAX_COLUMNS, MAXIMIZE, Rule, ScalarInputs, Scalars, Splat, element, flag};
 use crate::cpu::update::sweep;
 use crate::cpu::update::vector::Vector;
 
@@ -55,14 +55,14 @@ pub(super) fn keeps(hypers: &[f64]) -> u32 {
     0b011 | flag(hypers[6] != 0.0, LARGEST)
 }
 
-fn scalars(at: &Moment<'_>) -> Scalars {
+fn scalars(at: &ScalarInputs<'_>) -> Scalars {
     let mut scalars = moment_scalars(at);
     scalars.values[DECAY] = at.hypers[0] as f32 * at.hypers[4] as f32;
     scalars
 }
 
 /// What AdamW and Adam have in common: everything but the decay.
-pub(super) fn moment_scalars(at: &Moment<'_>) -> Scalars {
+pub(super) fn moment_scalars(at: &ScalarInputs<'_>) -> Scalars {
     let [lr, beta1, beta2, eps] = [0, 1, 2, 3].map(|i| at.hypers[i] as f32);
     let (step_size, correction2) = (lr / (1.0 - at.powers[0]), (1.0 - at.powers[1]).sqrt());
     Scalars {
@@ -80,7 +80,7 @@ impl Arithmetic for AdamW {
         grad: V,
         state: &mut [V; MAX_COLUMNS],
         kept: u32,
-        s: &Lanes<V>,
+        s: &Splat<V>,
         _position: u64,
     ) -> V {
         // SAFETY: as the caller promises.
@@ -96,7 +96,7 @@ impl Arithmetic for AdamW {
 /// # Safety
 /// The CPU must have the vector's instructions.
 #[inline(always)]
-pub(super) unsafe fn step<V: Vector>(weight: V, grad: V, state: &mut [V; MAX_COLUMNS], kept: u32, s: &Lanes<V>) -> V {
+pub(super) unsafe fn step<V: Vector>(weight: V, grad: V, state: &mut [V; MAX_COLUMNS], kept: u32, s: &Splat<V>) -> V {
     let [_, beta1, one_minus_beta1, beta2, one_minus_beta2, step_size, correction2_sqrt, eps] = s.values;
     // SAFETY: as the caller promises.
     unsafe {

@@ -9,7 +9,7 @@
 //!
 //! The sign of a NaN is a NaN: a broken gradient shows in the weight and does not freeze it.
 
-use super::{Arithmetic, Column, Lanes, MAX_COLUMNS, MAXIMIZE, Moment, Rule, Scalars, element, flag};
+use super::{Arithmetic, Column, MAX_COLUMNS, MAXIMIZE, Rule, ScalarInputs, Scalars, Splat, element, flag};
 use crate::cpu::update::sweep;
 use crate::cpu::update::vector::Vector;
 
@@ -33,7 +33,7 @@ pub(super) static RULE: Rule = Rule {
 
 const DECAYS: u32 = 2;
 
-fn scalars(at: &Moment<'_>) -> Scalars {
+fn scalars(at: &ScalarInputs<'_>) -> Scalars {
     let [lr, beta1, beta2, weight_decay] = [0, 1, 2, 3].map(|i| at.hypers[i] as f32);
     Scalars {
         values: [lr, lr * weight_decay, beta1, 1.0 - beta1, beta2, 1.0 - beta2, 0.0, 0.0],
@@ -50,7 +50,7 @@ impl Arithmetic for Lion {
         grad: V,
         state: &mut [V; MAX_COLUMNS],
         _kept: u32,
-        s: &Lanes<V>,
+        s: &Splat<V>,
         _position: u64,
     ) -> V {
         let [lr, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, ..] = s.values;

@@ -77,7 +77,7 @@ pub struct Scalars {
 
 /// What a rule's scalars are computed from.
 #[derive(Debug, Clone, Copy)]
-pub struct Moment<'a> {
+pub struct ScalarInputs<'a> {
     /// The group's numbers, in the order of [`Rule::hypers`].
     pub hypers: &'a [f64],
     /// For each of [`Rule::powers`], that number to the power of `step`, as the device computes it.
@@ -112,7 +112,7 @@ pub struct Rule {
     /// scalars for each step and kind.
     pub kind: fn(hypers: &[f64], elements: u64) -> u32,
     /// The scalars of a group at one step.
-    pub scalars: fn(&Moment<'_>) -> Scalars,
+    pub scalars: fn(&ScalarInputs<'_>) -> Scalars,
     /// The arithmetic of one element; returns the new weight. `grad` is scaled and signed already, `kept` has a bit for
     /// each column that is there, and `position` is the element's index in its parameter.
     pub element:
@@ -169,7 +169,7 @@ impl Rule {
     pub fn at_step(&self, hypers: &[f64], step: u64, elements: u64) -> Scalars {
         let powers: Vec<f32> =
             self.powers.iter().map(|&i| crate::kernel::power_element(hypers[i] as f32, step)).collect();
-        (self.scalars)(&Moment { hypers, powers: &powers, step, kind: (self.kind)(hypers, elements) })
+        (self.scalars)(&ScalarInputs { hypers, powers: &powers, step, kind: (self.kind)(hypers, elements) })
     }
 }
 
@@ -184,19 +184,19 @@ pub(crate) trait Arithmetic {
         grad: V,
         state: &mut [V; MAX_COLUMNS],
         kept: u32,
-        s: &Lanes<V>,
+        s: &Splat<V>,
         position: u64,
     ) -> V;
 }
 
 /// A set of scalars, each in every lane.
 #[derive(Clone, Copy)]
-pub(crate) struct Lanes<V> {
+pub(crate) struct Splat<V> {
     pub(crate) values: [V; MAX_SCALARS],
     pub(crate) flags: u32,
 }
 
-impl<V: Vector> Lanes<V> {
+impl<V: Vector> Splat<V> {
     /// # Safety
     /// The CPU must have the vector's instructions.
     #[inline(always)]
@@ -221,7 +221,7 @@ fn element<A: Arithmetic>(
     position: u64,
 ) -> f32 {
     // SAFETY: a vector of one f32 needs no instructions that a CPU may lack.
-    unsafe { A::update::<f32>(weight, grad, state, kept, &Lanes::new(s), position) }
+    unsafe { A::update::<f32>(weight, grad, state, kept, &Splat::new(s), position) }
 }
 
 /// A flag where a switch is on.

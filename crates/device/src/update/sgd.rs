@@ -15,7 +15,7 @@
 //! A parameter has no momentum buffer before its first update with momentum, as in torch. While a group's momentum is
 //! zero, a buffer that is there stays as it is.
 
-use super::{Arithmetic, Column, Lanes, MAX_COLUMNS, MAXIMIZE, Moment, Rule, Scalars, element, flag};
+use super::{Arithmetic, Column, MAX_COLUMNS, MAXIMIZE, Rule, ScalarInputs, Scalars, Splat, element, flag};
 use crate::cpu::update::sweep;
 use crate::cpu::update::vector::Vector;
 
@@ -53,7 +53,7 @@ fn kind(hypers: &[f64], elements: u64) -> u32 {
     flag(by_elements && elements.is_multiple_of(4), FUSE_BUFFER)
 }
 
-fn scalars(at: &Moment<'_>) -> Scalars {
+fn scalars(at: &ScalarInputs<'_>) -> Scalars {
     let &[lr, momentum, dampening, weight_decay, nesterov, maximize] = at.hypers else { return Scalars::default() };
     Scalars {
         values: [lr as f32, momentum as f32, (1.0 - dampening) as f32, weight_decay as f32, 0.0, 0.0, 0.0, 0.0],
@@ -75,7 +75,7 @@ impl Arithmetic for Sgd {
         grad: V,
         state: &mut [V; MAX_COLUMNS],
         kept: u32,
-        s: &Lanes<V>,
+        s: &Splat<V>,
         _position: u64,
     ) -> V {
         let [lr, momentum, one_minus_dampening, decay, ..] = s.values;

@@ -3,7 +3,7 @@
 use std::ops::Deref;
 
 use forebay_device::kernel::uniform_element;
-pub(crate) use forebay_device::testing::bench::{Kind, OfKind, has_cuda, in_one_of_three};
+pub(crate) use forebay_device::testing::kinds::{Kind, OfKind, has_cuda, in_one_of_three};
 use forebay_device::{Buffer, Device, Error, Event, Kernel, Region, Result, SharedDevice, SlabLayout, Stream};
 
 /// The device under test.

@@ -138,7 +138,7 @@ fn every_operand_of_a_small_kernel_is_watched(on: &Subject) {
     on.fill(&one, &a, 0).unwrap();
     let compare = Kernel::CountDifferences { a: b, b: a.clone(), count: count.clone() };
     race(on.launch(&two, &compare), ["one", "two"]);
-    let powers = Kernel::Powers { dst: a, beta: 0.9, first: 1 };
+    let powers = Kernel::Powers { dst: a, base: 0.9, first: 1 };
     race(on.launch(&two, &powers), ["one", "two"]);
     on.finish(&one).unwrap();
     on.launch(&two, &compare).unwrap();

@@ -60,23 +60,23 @@ fn uniform_gives_the_same_bits_everywhere(on: &Subject) {
 /// Bit for bit on the CPU; a GPU's `powf` may be off by a few last bits, and torch's results with it.
 fn powers_are_those_of_the_device(on: &Subject) {
     let [stream] = on.streams(["powers"]);
-    for (beta, first, elements, offset) in
+    for (base, first, elements, offset) in
         [(0.9, 1u64, 1u64, 0u64), (0.999, 1, 5003, 4), (0.95, 100_000, 257, 252), (0.0, 0, 3, 0), (1.0, 7, 300, 8)]
     {
         let bytes = (elements * 4 + 512) as usize;
         let buffer = on.upload(&vec![0x5a; bytes]);
         let dst = buffer.region(offset, elements * 4).unwrap();
-        on.launch(&stream, &Kernel::Powers { dst, beta, first }).unwrap();
+        on.launch(&stream, &Kernel::Powers { dst, base, first }).unwrap();
         on.finish(&stream).unwrap();
         let got = on.download(&buffer.all());
         let (start, end) = (offset as usize, (offset + 4 * elements) as usize);
         assert!(got[..start].iter().chain(&got[end..]).all(|&byte| byte == 0x5a), "bytes beside the powers changed");
         for (i, word) in got[start..end].chunks_exact(4).enumerate() {
-            let (power, want) = (f32::from_ne_bytes(word.try_into().unwrap()), power_element(beta, first + i as u64));
+            let (power, want) = (f32::from_ne_bytes(word.try_into().unwrap()), power_element(base, first + i as u64));
             let off = power.to_bits().abs_diff(want.to_bits());
             assert!(
                 off <= if on.kind.is_cuda() { 8 } else { 0 },
-                "{beta}^{}: {power:e}, not {want:e}",
+                "{base}^{}: {power:e}, not {want:e}",
                 first + i as u64
             );
         }
@@ -135,7 +135,7 @@ fn small_kernels_refuse_what_does_not_fit(on: &Subject) {
     refusal(on, &uniform(at(0, 8), 1.0, 0.5), "uniform over nothing");
     refusal(on, &uniform(at(0, 8), f32::NAN, 1.0), "uniform from no number");
     refusal(on, &uniform(at(0, 8), 0.0, f32::NAN), "uniform to no number");
-    let powers = |dst: Region| Kernel::Powers { dst, beta: 0.9, first: 1 };
+    let powers = |dst: Region| Kernel::Powers { dst, base: 0.9, first: 1 };
     refusal(on, &powers(host.clone()), "powers into host memory");
     refusal(on, &powers(at(0, 6)), "powers of a word and a half");
     refusal(on, &powers(at(2, 8)), "powers at half a word");

@@ -290,7 +290,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(forebay_device::testing::bench::cases(64)))]
+        #![proptest_config(ProptestConfig::with_cases(forebay_device::testing::kinds::cases(64)))]
 
         /// Blocks never overlap, all comes back, and what is pinned stays near the largest step, whatever the sizes.
         #[test]

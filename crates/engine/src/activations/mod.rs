@@ -279,19 +279,9 @@ impl Offload {
 
     /// A tensor was saved. `source` names the range of `key` on the device, and is asked for only if it leaves: it must
     /// then stay as it is until its entry is named in an answer. Sources of entries named in this answer may be freed. A
-    /// save that is not counted takes no room on the tape and only tells where its use is.
+    /// save that is not counted takes no room on the tape and only tells where its use is. `route` is what a plan says
+    /// about it.
     pub fn save(
-        &self,
-        key: Key,
-        how: (bool, bool),
-        source: impl FnOnce() -> Result<Region>,
-        compute: &Compute,
-    ) -> Result<SaveOutcome> {
-        self.save_routed(key, how, None, source, compute)
-    }
-
-    /// The same, with what a plan says about it.
-    pub fn save_routed(
         &self,
         key: Key,
         (may_leave, counted): (bool, bool),
@@ -301,7 +291,7 @@ impl Offload {
     ) -> Result<SaveOutcome> {
         let state = &mut *self.state();
         let (layer, pass) = (state.layer, state.tape.pass());
-        let mut saved = state.tape.save_routed(key, may_leave, counted, route);
+        let mut saved = state.tape.save(key, may_leave, counted, route);
         let mut exhausted = None;
         if saved.new && may_leave {
             state.clock.eligible(pass, key.bytes);

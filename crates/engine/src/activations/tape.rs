@@ -225,13 +225,8 @@ impl Tape {
     }
 
     /// A tensor was saved. `may_leave` says that it is one to offload, as far as the fraction allows; one that is not
-    /// counted takes no room on the tape and only tells where its use is.
-    pub fn save(&mut self, key: Key, may_leave: bool, counted: bool) -> Saved {
-        self.save_routed(key, may_leave, counted, None)
-    }
-
-    /// The same, with what a plan says about it.
-    pub fn save_routed(&mut self, key: Key, may_leave: bool, counted: bool, route: Option<Route>) -> Saved {
+    /// counted takes no room on the tape and only tells where its use is. `route` is what a plan says about it.
+    pub fn save(&mut self, key: Key, may_leave: bool, counted: bool, route: Option<Route>) -> Saved {
         let (save, start) = (self.next, self.total);
         self.next += 1;
         // All of a storage serves for any part of it.
@@ -432,7 +427,7 @@ mod tests {
     fn save_all(tape: &mut Tape, sizes: &[u64]) -> Vec<Saved> {
         let first = tape.next;
         let saved = sizes.iter().zip(first..).map(|(&bytes, storage)| {
-            let saved = tape.save(key(storage, bytes), true, true);
+            let saved = tape.save(key(storage, bytes), true, true, None);
             while tape.due().is_some() {}
             saved
         });
@@ -445,7 +440,7 @@ mod tests {
         let saved = save_all(&mut tape, &[40, 40, 40, 40]);
         let places: Vec<_> = saved.iter().map(|saved| tape.location(saved.entry).unwrap()).collect();
         assert_eq!(places, [Location::Host, Location::Host, Location::Leaving, Location::Leaving]);
-        let kept = tape.save(key(9, 60), false, true);
+        let kept = tape.save(key(9, 60), false, true, None);
         assert!(!kept.offload);
         assert_eq!(tape.due(), Some(saved[2].entry), "kept bytes move the window too");
         assert_eq!(tape.due(), None);
@@ -478,7 +473,7 @@ mod tests {
         let mut saves = Vec::new();
         for layer in 0..3 {
             tape.enter(layer, false);
-            saves.push(tape.save(shared, true, true));
+            saves.push(tape.save(shared, true, true, None));
             saves.extend(save_all(&mut tape, &[600]));
             tape.leave();
         }
@@ -496,15 +491,15 @@ mod tests {
     fn versions_storages_and_ranges_are_told_apart() {
         let mut tape = Tape::new(None, 1.0);
         let first = key(1, 64);
-        let same = tape.save(first, true, true).entry;
-        assert_eq!(tape.save(first, true, true).entry, same);
+        let same = tape.save(first, true, true, None).entry;
+        assert_eq!(tape.save(first, true, true, None).entry, same);
         for other in [
             Key { version: 1, ..first },
             Key { storage: 2, ..first },
             Key { addr: 5, ..first },
             Key { start_bytes: 64, storage_bytes: 128, ..first },
         ] {
-            assert_ne!(tape.save(other, true, true).entry, same, "{other:?}");
+            assert_ne!(tape.save(other, true, true, None).entry, same, "{other:?}");
         }
     }
 
@@ -513,10 +508,10 @@ mod tests {
         let mut tape = Tape::new(None, 1.0);
         let whole = key(1, 640);
         let part = Key { start_bytes: 64, bytes: 64, ..whole };
-        let alone = tape.save(part, true, true);
+        let alone = tape.save(part, true, true, None);
         assert_eq!((alone.start_bytes, alone.new), (64, true));
-        let all = tape.save(whole, true, true);
-        let again = tape.save(part, true, true);
+        let all = tape.save(whole, true, true, None);
+        let again = tape.save(part, true, true, None);
         assert_eq!((again.entry, again.start_bytes, again.new), (all.entry, 0, false));
     }
 
@@ -547,7 +542,7 @@ mod tests {
     fn what_is_not_counted_takes_no_room() {
         let mut tape = Tape::new(Some(50), 1.0);
         let input = save_all(&mut tape, &[40])[0];
-        let marks: Vec<_> = (10..20).map(|storage| tape.save(key(storage, 500), false, false)).collect();
+        let marks: Vec<_> = (10..20).map(|storage| tape.save(key(storage, 500), false, false, None)).collect();
         assert_eq!((tape.due(), tape.location(input.entry)), (None, Some(Location::Leaving)));
         assert_eq!(tape.open(marks[9].save).unwrap().location, Location::Kept);
     }
@@ -561,7 +556,7 @@ mod tests {
         let routes = [route(true, 2, 3), route(true, 3, 1), route(false, 3, 3), route(true, 4, 3)];
         for (layer, route) in routes.into_iter().enumerate() {
             tape.enter(layer as u32, layer == 0);
-            saved.push(tape.save_routed(key(layer as u64 + 1, 100), true, true, route));
+            saved.push(tape.save(key(layer as u64 + 1, 100), true, true, route));
             assert_eq!(tape.due(), None, "routes do not follow the window");
             tape.leave();
             let mut gone = Vec::new();
@@ -593,8 +588,8 @@ mod tests {
         for layer in 0..4u32 {
             tape.enter(layer, layer == 0);
             let route = Some(Route { leaves: true, free_at: layer + 1, fetch_at: (layer + 1).min(3) });
-            saves.push(tape.save_routed(shared, true, true, route));
-            saves.push(tape.save_routed(key(u64::from(layer) + 10, 50), true, true, route));
+            saves.push(tape.save(shared, true, true, route));
+            saves.push(tape.save(key(u64::from(layer) + 10, 50), true, true, route));
             tape.leave();
             while tape.due_before(layer + 1).is_some() {}
         }
@@ -620,7 +615,7 @@ mod tests {
         let mut tape = Tape::new(None, 1.0);
         tape.enter(0, true);
         let route = Some(Route { leaves: true, free_at: 9, fetch_at: 0 });
-        let left = tape.save_routed(key(1, 10), true, true, route).entry;
+        let left = tape.save(key(1, 10), true, true, route).entry;
         assert_eq!(tape.due_before(1), None);
         tape.enter(0, false);
         assert_eq!(tape.due_before(1), None, "the same layer again is the same pass");
@@ -638,7 +633,7 @@ mod tests {
                 let (mut seen, mut left) = (0u64, 0u64);
                 for (i, &bytes) in sizes.iter().enumerate() {
                     seen += bytes;
-                    left += if tape.save(key(i as u64, bytes), true, true).offload { bytes } else { 0 };
+                    left += if tape.save(key(i as u64, bytes), true, true, None).offload { bytes } else { 0 };
                     let wanted = seen as f64 * share;
                     prop_assert!(left as f64 <= wanted + 1e-3, "{left} of {seen} at {share}");
                     prop_assert!(left as f64 > wanted - 1000.0 - 1e-3, "{left} of {seen} at {share}");

@@ -281,8 +281,8 @@ mod tests {
 
     #[test]
     fn what_does_not_fit_together_is_refused_with_a_reason() {
-        type Change = fn(&mut Manifest);
-        let cases: &[(Change, &str)] = &[
+        type Edit = fn(&mut Manifest);
+        let cases: &[(Edit, &str)] = &[
             (|m| m.block_bytes = 0, "blocks of 0 bytes"),
             (|m| m.block_bytes = 1 << 60, "blocks of"),
             (|m| m.files[0].name = "../x.safetensors".into(), "plain name"),
@@ -307,9 +307,9 @@ mod tests {
             (|m| drop(m.objects.insert("w".into(), Value::Null)), "both a tensor and a value"),
             (|m| drop(m.paths.insert("w".into(), vec![Value::Null])), "neither a name nor a position"),
         ];
-        for (i, (change, reason)) in cases.iter().enumerate() {
+        for (i, (edit, reason)) in cases.iter().enumerate() {
             let mut manifest = sample();
-            change(&mut manifest);
+            edit(&mut manifest);
             let text = manifest.encode(Path::new("m")).unwrap();
             let complaint = parse(&text).expect_err(&format!("case {i}: {reason}"));
             assert!(complaint.starts_with("m: ") && complaint.contains(reason), "case {i}: {complaint}");
@@ -353,7 +353,7 @@ mod tests {
     }
 
     fn cases() -> u32 {
-        forebay_device::testing::bench::cases(50_000)
+        forebay_device::testing::kinds::cases(50_000)
     }
 
     proptest! {

@@ -8,7 +8,7 @@ use forebay_device::{Buffer, Region, file};
 
 use super::CACHED_BYTES;
 use crate::error::{Error, Result};
-use crate::snapshot::{Pace, Snapshot, Turn};
+use crate::snapshot::{Pace, Snapshot, WriterPauses};
 
 /// A file that is written from its first byte to its last.
 pub(super) struct Sink<'a> {
@@ -22,7 +22,7 @@ pub(super) struct Sink<'a> {
     sum: crc32fast::Hasher,
     snapshot: Option<&'a Snapshot>,
     pace: Pace,
-    turn: Turn,
+    pauses: WriterPauses,
 }
 
 impl<'a> Sink<'a> {
@@ -33,14 +33,14 @@ impl<'a> Sink<'a> {
         snapshot: Option<&'a Snapshot>,
         bytes_per_s: Option<f64>,
     ) -> Self {
-        let (sum, pace, turn) = (crc32fast::Hasher::new(), Pace::new(bytes_per_s), Turn::new());
-        Self { path, file, at: 0, gathered, sum, snapshot, pace, turn }
+        let (sum, pace, pauses) = (crc32fast::Hasher::new(), Pace::new(bytes_per_s), WriterPauses::new());
+        Self { path, file, at: 0, gathered, sum, snapshot, pace, pauses }
     }
 
     /// Adds a piece. Where bytes are gathered, the piece lies at its place in the buffer.
     pub(super) fn put(&mut self, piece: &Region) -> Result<()> {
         if let Some(snapshot) = self.snapshot {
-            snapshot.yield_to_steps(&mut self.turn);
+            snapshot.yield_to_steps(&mut self.pauses);
         }
         file::visit(piece, |bytes| self.sum.update(bytes)).map_err(self.fail())?;
         if self.gathered.is_none() {

@@ -83,11 +83,11 @@ pub struct Optimizer {
     options: OptimizerOptions,
     /// What counts against the user's budget.
     memory: Arc<Allocator>,
-    inner: Mutex<Inner>,
+    inner: Mutex<OptimizerInner>,
 }
 
 #[derive(Debug, Default)]
-struct Inner {
+struct OptimizerInner {
     pipeline: Option<Arc<Pipeline>>,
     tables: Vec<StateTable>,
     /// The host's part; made with the first table.
@@ -103,7 +103,7 @@ struct Inner {
     closed: bool,
 }
 
-impl Inner {
+impl OptimizerInner {
     fn pinned_bytes(&self) -> u64 {
         let state: u64 = self.tables.iter().map(StateTable::pinned_bytes).sum();
         state + self.hybrid.as_ref().map_or(0, |hybrid| hybrid.lane().pinned_bytes()) + self.landing.pinned_bytes()
@@ -161,11 +161,11 @@ impl Optimizer {
         self.rule
     }
 
-    fn lock(&self) -> MutexGuard<'_, Inner> {
+    fn lock(&self) -> MutexGuard<'_, OptimizerInner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn open(&self) -> Result<MutexGuard<'_, Inner>> {
+    fn open(&self) -> Result<MutexGuard<'_, OptimizerInner>> {
         let inner = self.lock();
         if inner.closed {
             return Err(Error::InvalidOption {
@@ -213,7 +213,7 @@ impl Optimizer {
     }
 
     /// The stream to compute on: the caller's, or one of our own where torch has none.
-    fn compute(&self, inner: &mut Inner, given: Option<&Stream>) -> Result<Stream> {
+    fn compute(&self, inner: &mut OptimizerInner, given: Option<&Stream>) -> Result<Stream> {
         match given {
             Some(stream) => Ok(stream.clone()),
             None => made_once(&mut inner.own_compute, || Ok(self.device.stream("compute")?)).cloned(),
@@ -235,7 +235,7 @@ impl Optimizer {
         Ok(inner.tables.len() - 1)
     }
 
-    fn pin_table(&self, inner: &mut Inner, plan: StepPlan) -> Result<StateTable> {
+    fn pin_table(&self, inner: &mut OptimizerInner, plan: StepPlan) -> Result<StateTable> {
         let (share, PlanOptions { slots, slot_bytes, .. }) = (self.options.placement.host_share(), self.options.plan);
         // What lies on the host is updated in place, and needs no slot.
         let slots = if plan.tensors().iter().all(|tensor| tensor.on_host) { 0 } else { slots };
@@ -310,7 +310,7 @@ impl Optimizer {
 
     fn step_with(
         &self,
-        inner: &mut Inner,
+        inner: &mut OptimizerInner,
         mut inputs: Vec<TableInput>,
         groups: &[Vec<f64>],
         compute: Option<&Stream>,
@@ -481,7 +481,7 @@ impl Optimizer {
                 next.extend(order);
             }
         }
-        let snapshot = Arc::new(Snapshot::with_pages_of(page_bytes, arenas, &next, budget_bytes));
+        let snapshot = Arc::new(Snapshot::new(page_bytes, arenas, &next, budget_bytes));
         held.iter().flat_map(|inner| &inner.tables).for_each(|table| table.keep(&snapshot));
         Ok(snapshot)
     }
@@ -499,7 +499,7 @@ impl Optimizer {
     pub fn land(&self, table: usize, tensor: usize, grad: &Region, after: Option<&Stream>) -> Result<()> {
         let mut inner = self.open()?;
         let after = self.compute(&mut inner, after)?;
-        let Inner { hybrid, landing, .. } = &mut *inner;
+        let OptimizerInner { hybrid, landing, .. } = &mut *inner;
         match hybrid {
             Some(hybrid) => landing.land(hybrid.lane(), grad, (table, tensor), &after),
             None => Ok(()),
@@ -612,7 +612,7 @@ impl Optimizer {
     pub fn close(&self) -> Result<()> {
         let mut inner = self.lock();
         let drained = inner.drain();
-        *inner = Inner { closed: true, ..Inner::default() };
+        *inner = OptimizerInner { closed: true, ..OptimizerInner::default() };
         drained
     }
 }

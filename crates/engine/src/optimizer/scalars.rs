@@ -1,9 +1,9 @@
-//! The numbers of one step: a set of scalars for each group and step count that occur, from one table of `beta^t` for
+//! The numbers of one step: a set of scalars for each group and step count that occur, from one table of `base^t` for
 //! every placement.
 
 use std::collections::HashMap;
 
-use forebay_device::{Buffer, Event, Kernel, Moment, Rule, Scalars, SharedDevice, Slab, Stream};
+use forebay_device::{Buffer, Event, Kernel, Rule, ScalarInputs, Scalars, SharedDevice, Slab, Stream};
 
 use crate::error::{Error, Result};
 use crate::memory::{Allocator, Lease};
@@ -75,16 +75,16 @@ impl<'a> ScalarSets<'a> {
     }
 }
 
-/// Exponents computed at a time. The host waits for the device once for each beta and so many steps.
+/// Exponents computed at a time. The host waits for the device once for each base and so many steps.
 const BLOCK: u64 = 4096;
 
-/// Runs of powers that are kept. A schedule that moves a beta asks for another one in every step, for ever.
+/// Runs of powers that are kept. A schedule that moves a base asks for another one in every step, for ever.
 const KEPT: usize = 64;
 
-/// Powers of one beta, from one exponent on.
+/// Powers of one base, from one exponent on.
 #[derive(Debug)]
 struct PowerRun {
-    beta: u32,
+    base: u32,
     first: u64,
     values: Vec<f32>,
 }
@@ -115,20 +115,20 @@ impl Powers {
         })
     }
 
-    /// `beta^t`.
-    fn power(&mut self, beta: f32, t: u64) -> Result<f32> {
-        let bits = beta.to_bits();
-        let place = |run: &PowerRun| (run.beta == bits && t >= run.first).then(|| (t - run.first) as usize);
+    /// `base^t`.
+    fn power(&mut self, base: f32, t: u64) -> Result<f32> {
+        let bits = base.to_bits();
+        let place = |run: &PowerRun| (run.base == bits && t >= run.first).then(|| (t - run.first) as usize);
         let has = |run: &PowerRun| place(run).is_some_and(|at| at < run.values.len());
         match self.runs.iter().position(has) {
             Some(at) => self.runs[..=at].rotate_right(1),
             None => {
-                // The first time, one is enough: the beta may never be seen again.
-                let known = self.runs.iter().any(|run| run.beta == bits);
+                // The first time, one is enough: the base may never be seen again.
+                let known = self.runs.iter().any(|run| run.base == bits);
                 let (first, count) = if known { (t / BLOCK * BLOCK, BLOCK) } else { (t, 1) };
-                let values = self.compute(beta, first, count)?;
+                let values = self.compute(base, first, count)?;
                 self.runs.truncate(KEPT - 1);
-                self.runs.insert(0, PowerRun { beta: bits, first, values });
+                self.runs.insert(0, PowerRun { base: bits, first, values });
             }
         }
         Ok(self.runs[0].values[(t - self.runs[0].first) as usize])
@@ -137,13 +137,13 @@ impl Powers {
     /// The scalars of a group at one step, for parameters of one kind.
     fn scalars(&mut self, rule: &Rule, hypers: &[f64], step: u64, kind: u32) -> Result<Scalars> {
         let powers = rule.powers.iter().map(|&i| self.power(hypers[i] as f32, step)).collect::<Result<Vec<f32>>>()?;
-        Ok((rule.scalars)(&Moment { hypers, powers: &powers, step, kind }))
+        Ok((rule.scalars)(&ScalarInputs { hypers, powers: &powers, step, kind }))
     }
 
-    fn compute(&self, beta: f32, first: u64, count: u64) -> Result<Vec<f32>> {
+    fn compute(&self, base: f32, first: u64, count: u64) -> Result<Vec<f32>> {
         let bytes = count * POWER_BYTES;
         let (scratch, landing) = (self.scratch.region(0, bytes)?, self.landing.part(0)?.slice(0, bytes)?);
-        self.device.launch(&self.stream, &Kernel::Powers { dst: scratch.clone(), beta, first })?;
+        self.device.launch(&self.stream, &Kernel::Powers { dst: scratch.clone(), base, first })?;
         self.device.copy(&self.stream, &scratch, &landing)?;
         self.device.record(&self.done, &self.stream)?;
         self.device.synchronize(&self.done)?;
@@ -160,11 +160,11 @@ mod tests {
     }
 
     #[test]
-    fn a_beta_that_moves_in_every_step_needs_no_more_memory() {
+    fn a_base_that_moves_in_every_step_needs_no_more_memory() {
         let mut powers = powers();
         for t in 1..=1000 {
-            let beta = 0.8 + t as f32 * 1e-4;
-            assert_eq!(powers.power(beta, t).unwrap(), powers.compute(beta, t, 1).unwrap()[0]);
+            let base = 0.8 + t as f32 * 1e-4;
+            assert_eq!(powers.power(base, t).unwrap(), powers.compute(base, t, 1).unwrap()[0]);
             // One that stays beside it.
             assert_eq!(powers.power(0.999, t).unwrap(), powers.compute(0.999, t, 1).unwrap()[0]);
         }
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn a_beta_that_stays_is_computed_once_in_a_block() {
+    fn a_base_that_stays_is_computed_once_in_a_block() {
         let mut powers = powers();
         // Steps of several tensors, apart from each other and across the ends of blocks.
         let mut seen = Vec::new();

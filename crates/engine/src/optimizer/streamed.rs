@@ -37,9 +37,9 @@ pub(super) fn run_chunk(
         return launch(&segments(step, chunk, None)?);
     }
     let (slot, prepared) = pipeline.acquire_while(|memory| -> Result<_> {
-        Ok((Route::new(step, chunk)?, segments(step, chunk, Some(memory))?))
+        Ok((ChunkCopies::new(step, chunk)?, segments(step, chunk, Some(memory))?))
     })?;
-    let (Route { fetch, store }, segments) = prepared?;
+    let (ChunkCopies { fetch, store }, segments) = prepared?;
     let slot = pipeline.fetch(slot, &fetch.host, &fetch.slot)?;
     let slot = pipeline.update(slot, compute, |_, _| launch(&segments))?;
     step.table.protect(&store.host);
@@ -62,18 +62,19 @@ impl Copies {
 }
 
 /// What a chunk moves: its state both ways, and for tensors on the host the gradient in and the parameter in and out.
-struct Route {
+struct ChunkCopies {
     fetch: Copies,
     store: Copies,
 }
 
-impl Route {
+impl ChunkCopies {
     fn new(step: TableStep<'_>, chunk: &Chunk) -> Result<Self> {
         let layout = step.table.in_slot(chunk);
         let (host, slot) = (step.table.chunk(chunk)?, layout.parts());
-        let mut route = Self { fetch: Copies { host: host.clone(), slot: slot.clone() }, store: Copies { host, slot } };
+        let mut copies =
+            Self { fetch: Copies { host: host.clone(), slot: slot.clone() }, store: Copies { host, slot } };
         if !step.plan().buckets()[chunk.bucket].on_host {
-            return Ok(route);
+            return Ok(copies);
         }
         for piece in step.plan().pieces(chunk) {
             let Some(binding) = step.binding(piece.tensor) else { continue };
@@ -84,12 +85,12 @@ impl Route {
                 let host = region.slice(piece.tensor_offset * width, piece.elements * width)?;
                 let slot = layout.operand(operand, piece, width);
                 if operand == 0 {
-                    route.store.push(host.clone(), slot);
+                    copies.store.push(host.clone(), slot);
                 }
-                route.fetch.push(host, slot);
+                copies.fetch.push(host, slot);
             }
         }
-        Ok(route)
+        Ok(copies)
     }
 }
 

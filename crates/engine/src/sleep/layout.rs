@@ -41,7 +41,7 @@ impl Extent {
 pub type Want = (u64, u64);
 
 #[derive(Debug, Clone)]
-struct Home {
+struct StorageExtents {
     bytes: u64,
     extents: Vec<Extent>,
     asleep: bool,
@@ -53,35 +53,37 @@ pub struct Layout {
     segments: Vec<u64>,
     /// Free ranges: length by segment and offset; neighbours of one segment are joined.
     free: BTreeMap<(usize, u64), u64>,
-    homes: HashMap<u64, Home>,
+    storages: HashMap<u64, StorageExtents>,
 }
 
 impl Layout {
     /// Whether every storage has its ranges, of this size, with nothing asleep in them.
     pub fn holds(&self, wants: &[Want]) -> bool {
-        wants.iter().all(|(id, bytes)| self.homes.get(id).is_some_and(|home| home.bytes == *bytes && !home.asleep))
+        wants
+            .iter()
+            .all(|(id, bytes)| self.storages.get(id).is_some_and(|storage| storage.bytes == *bytes && !storage.asleep))
     }
 
     /// The ranges of a storage, in its order.
     pub fn extents(&self, id: u64) -> Option<&[Extent]> {
-        self.homes.get(&id).map(|home| &*home.extents)
+        self.storages.get(&id).map(|storage| &*storage.extents)
     }
 
     /// Whether a storage sleeps.
     pub fn is_asleep(&self, id: u64) -> bool {
-        self.homes.get(&id).is_some_and(|home| home.asleep)
+        self.storages.get(&id).is_some_and(|storage| storage.asleep)
     }
 
     /// Whether anything sleeps.
     pub fn any_asleep(&self) -> bool {
-        self.homes.values().any(|home| home.asleep)
+        self.storages.values().any(|storage| storage.asleep)
     }
 
     /// Marks storages as asleep or awake.
     pub fn mark(&mut self, ids: &[u64], asleep: bool) {
         for id in ids {
-            if let Some(home) = self.homes.get_mut(id) {
-                home.asleep = asleep;
+            if let Some(storage) = self.storages.get_mut(id) {
+                storage.asleep = asleep;
             }
         }
     }
@@ -102,28 +104,32 @@ impl Layout {
     /// they travel together. Where that does not suffice, storages that are awake and not asked for lose theirs; what
     /// still does not fit makes new segments of exactly that size.
     pub fn place(&mut self, wants: &[Want]) -> Result<Vec<u64>> {
-        let mut homeless = Vec::new();
+        let mut unplaced = Vec::new();
         for &(id, bytes) in wants {
-            match self.homes.get(&id) {
-                Some(home) if home.asleep => {
+            match self.storages.get(&id) {
+                Some(storage) if storage.asleep => {
                     return Err(Error::PlanMismatch {
                         tensor: format!("storage {id}"),
-                        reason: format!("its {} bytes are asleep and would be overwritten", home.bytes),
+                        reason: format!("its {} bytes are asleep and would be overwritten", storage.bytes),
                     });
                 }
-                Some(home) if home.bytes == bytes => {}
+                Some(storage) if storage.bytes == bytes => {}
                 _ => {
                     self.evict(id);
-                    homeless.push((id, bytes));
+                    unplaced.push((id, bytes));
                 }
             }
         }
-        homeless.sort_by_key(|&(_, bytes)| bytes >= super::PACK_BELOW_BYTES);
-        let mut left = self.fill(&homeless);
+        unplaced.sort_by_key(|&(_, bytes)| bytes >= super::PACK_BELOW_BYTES);
+        let mut left = self.fill(&unplaced);
         if !left.is_empty() {
             let asked: std::collections::HashSet<u64> = wants.iter().map(|&(id, _)| id).collect();
-            let idle: Vec<u64> =
-                self.homes.iter().filter(|(id, home)| !home.asleep && !asked.contains(id)).map(|(&id, _)| id).collect();
+            let idle: Vec<u64> = self
+                .storages
+                .iter()
+                .filter(|(id, storage)| !storage.asleep && !asked.contains(id))
+                .map(|(&id, _)| id)
+                .collect();
             if !idle.is_empty() {
                 idle.into_iter().for_each(|id| self.evict(id));
                 left = self.fill(&left);
@@ -139,7 +145,7 @@ impl Layout {
             let taken: Vec<Option<Extent>> = cuts(bytes).map(|cut| self.take(cut)).collect();
             if taken.iter().all(Option::is_some) {
                 let extents = taken.into_iter().flatten().collect();
-                self.homes.insert(id, Home { bytes, extents, asleep: false });
+                self.storages.insert(id, StorageExtents { bytes, extents, asleep: false });
             } else {
                 taken.into_iter().flatten().for_each(|extent| self.give(extent));
                 left.push((id, bytes));
@@ -164,15 +170,15 @@ impl Layout {
                     *size += room;
                 }
             }
-            self.homes.insert(id, Home { bytes, extents, asleep: false });
+            self.storages.insert(id, StorageExtents { bytes, extents, asleep: false });
         }
         self.segments.extend(&added);
         added
     }
 
     fn evict(&mut self, id: u64) {
-        if let Some(home) = self.homes.remove(&id) {
-            home.extents.into_iter().for_each(|extent| self.give(extent));
+        if let Some(storage) = self.storages.remove(&id) {
+            storage.extents.into_iter().for_each(|extent| self.give(extent));
         }
     }
 

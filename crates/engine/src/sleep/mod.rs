@@ -18,7 +18,7 @@ pub mod transfer;
 
 use std::sync::Arc;
 
-use forebay_device::{Buffer, PinStats, Region, SharedDevice, Slab, SlabLayout, Stream};
+use forebay_device::{Buffer, Region, SharedDevice, Slab, SlabLayout, Stream};
 
 pub use layout::{Extent, Layout, Want};
 pub use moves::{COPY_BYTES, Move, PACK_BELOW_BYTES, PackedRange};
@@ -138,11 +138,6 @@ impl Sleeper {
     /// Bytes pinned now.
     pub fn pinned_bytes(&self) -> u64 {
         lock(&self.slabs).pinned_bytes()
-    }
-
-    /// What pinning the present slabs cost, each.
-    pub fn pin_stats(&self) -> Vec<PinStats> {
-        lock(&self.slabs).slabs.iter().map(|slab| slab.pin_stats()).collect()
     }
 
     /// Unpins and frees everything. Refused while anything sleeps.

@@ -20,11 +20,11 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use forebay_device::{Buffer, Cores, Region, file};
 use serde::Serialize;
 
-pub(crate) use self::pace::{Pace, Turn};
+pub(crate) use self::pace::{Pace, WriterPauses};
 use self::pages::{Duty, Pages, Source};
 use crate::error::{Error, Result};
 
-/// Bytes of a page, the unit that is kept or copied.
+/// Bytes of a page of a save, the unit that is kept or copied.
 pub const PAGE_BYTES: u64 = 4 << 20;
 
 /// Blocks of earlier snapshots, kept for the next one, each with the process that allocated it. New memory can be slow to
@@ -117,13 +117,7 @@ struct PagePart {
 impl Snapshot {
     /// Begins a snapshot of regions of host memory, into which nothing is being written now. `next` has their parts in the
     /// order in which they will be written next. Copies take at most `budget_bytes`.
-    pub fn new(arenas: Vec<Region>, next: &[Region], budget_bytes: u64) -> Self {
-        Self::with_pages_of(PAGE_BYTES, arenas, next, budget_bytes)
-    }
-
-    /// The same with another page size, for tests.
-    #[doc(hidden)]
-    pub fn with_pages_of(page_bytes: u64, mut arenas: Vec<Region>, next: &[Region], budget_bytes: u64) -> Self {
+    pub fn new(page_bytes: u64, mut arenas: Vec<Region>, next: &[Region], budget_bytes: u64) -> Self {
         arenas.retain(|region| region.bytes() > 0);
         arenas.sort_by_key(Region::addr);
         let mut bytes = 0;
@@ -319,18 +313,13 @@ impl Snapshot {
     }
 
     /// Pauses the writer while a step runs, unless the step waits for the writer.
-    pub(crate) fn yield_to_steps(&self, turn: &mut Turn) {
-        turn.add_pause(self.pages.pause(turn.allowance()));
+    pub(crate) fn yield_to_steps(&self, pauses: &mut WriterPauses) {
+        pauses.add_pause(self.pages.pause(pauses.allowance()));
     }
 
     /// Ends the snapshot: nothing is kept any longer.
     pub fn finish(&self) {
         self.pages.finish();
-    }
-
-    /// Whether the snapshot has ended.
-    pub fn is_over(&self) -> bool {
-        self.pages.is_over()
     }
 
     /// Whether a step would neither copy nor wait.

@@ -13,12 +13,12 @@ const FIRST_PAUSE: Duration = Duration::from_secs(1);
 
 /// How long one thread of a writer has run, and how much of that time it has paused for steps.
 #[derive(Debug)]
-pub(crate) struct Turn {
+pub(crate) struct WriterPauses {
     start: Instant,
     paused: Duration,
 }
 
-impl Turn {
+impl WriterPauses {
     pub(crate) fn new() -> Self {
         Self { start: Instant::now(), paused: Duration::ZERO }
     }
@@ -84,19 +84,19 @@ mod tests {
     /// allowed.
     #[test]
     fn pauses_are_a_share_of_the_time() {
-        let (mut turn, mut clock) = (Turn { start: Instant::now(), paused: Duration::ZERO }, Duration::ZERO);
+        let (mut pauses, mut clock) = (WriterPauses { start: Instant::now(), paused: Duration::ZERO }, Duration::ZERO);
         let mut worked = Duration::ZERO;
         while clock < Duration::from_secs(1000) {
-            let pause = turn.allowance_after(clock);
+            let pause = pauses.allowance_after(clock);
             let work = Duration::from_millis(7);
-            turn.paused += pause;
+            pauses.paused += pause;
             worked += work;
             clock += pause + work;
         }
         let share = worked.as_secs_f64() / clock.as_secs_f64();
         assert!((0.24..0.26).contains(&share), "{share}");
-        let turn = Turn { start: Instant::now(), paused: Duration::ZERO };
-        assert_eq!(turn.allowance_after(Duration::from_secs(2)), Duration::from_secs(7));
+        let pauses = WriterPauses { start: Instant::now(), paused: Duration::ZERO };
+        assert_eq!(pauses.allowance_after(Duration::from_secs(2)), Duration::from_secs(7));
     }
 
     /// A stream that takes no time of its own ends after its bytes divided by the rate, whatever its pieces are.

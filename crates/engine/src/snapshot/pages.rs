@@ -58,7 +58,7 @@ struct Page {
 }
 
 #[derive(Debug)]
-struct Inner {
+struct PagesInner {
     pages: Vec<Page>,
     free: Vec<usize>,
     is_over: bool,
@@ -91,7 +91,7 @@ pub(super) enum Duty {
 
 #[derive(Debug)]
 pub(super) struct Pages {
-    inner: Mutex<Inner>,
+    inner: Mutex<PagesInner>,
     page_changed: Condvar,
     may_write: Condvar,
     over: Condvar,
@@ -100,7 +100,7 @@ pub(super) struct Pages {
 impl Pages {
     pub(super) fn new(pages: usize, blocks: usize) -> Self {
         let page = Page { state: PageState::Live, readers: 0, left: None };
-        let inner = Inner {
+        let inner = PagesInner {
             pages: vec![page; pages],
             free: (0..blocks).rev().collect(),
             is_over: false,
@@ -227,7 +227,7 @@ impl Pages {
         }
         inner.pauses += 1;
         let start = Instant::now();
-        drop(wait_while(&self.may_write, inner, limit, Inner::has_precedence));
+        drop(wait_while(&self.may_write, inner, limit, PagesInner::has_precedence));
         start.elapsed()
     }
 
@@ -243,17 +243,13 @@ impl Pages {
         self.over.notify_all();
     }
 
-    pub(super) fn is_over(&self) -> bool {
-        lock(&self.inner).is_over
-    }
-
     /// Whether every page may be changed at once.
     pub(super) fn is_safe(&self) -> bool {
         let inner = lock(&self.inner);
         inner.is_over || inner.pages.iter().all(|page| matches!(page.state, PageState::Done | PageState::Copied(_)))
     }
 
-    fn wait_for_page<'a>(&self, inner: MutexGuard<'a, Inner>) -> MutexGuard<'a, Inner> {
+    fn wait_for_page<'a>(&self, inner: MutexGuard<'a, PagesInner>) -> MutexGuard<'a, PagesInner> {
         self.page_changed.wait(inner).unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -261,10 +257,10 @@ impl Pages {
 /// Waits while `goes_on` holds, at most for `limit`.
 fn wait_while<'a>(
     changed: &Condvar,
-    mut inner: MutexGuard<'a, Inner>,
+    mut inner: MutexGuard<'a, PagesInner>,
     limit: Duration,
-    goes_on: impl Fn(&Inner) -> bool,
-) -> MutexGuard<'a, Inner> {
+    goes_on: impl Fn(&PagesInner) -> bool,
+) -> MutexGuard<'a, PagesInner> {
     let start = Instant::now();
     while goes_on(&inner) {
         let left = limit.saturating_sub(start.elapsed());
@@ -276,7 +272,7 @@ fn wait_while<'a>(
     inner
 }
 
-impl Inner {
+impl PagesInner {
     /// Whether a step is running that does not need the writer.
     fn has_precedence(&self) -> bool {
         self.steps > 0 && !self.is_awaited && !self.is_over
@@ -642,7 +638,7 @@ mod tests {
     fn sleeps_during(
         pages: &Arc<Pages>,
         wait: impl FnOnce(&Pages) + Send + 'static,
-        is_waiting: impl Fn(&Inner) -> bool,
+        is_waiting: impl Fn(&PagesInner) -> bool,
         mut work: impl FnMut(usize),
         end: impl FnOnce(),
     ) -> u64 {

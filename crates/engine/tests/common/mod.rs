@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use forebay::device::{
     Buffer, Counters, Device, Error, Fault, Kernel, Memory, Region, Result, SharedDevice, SlabLayout, Stream,
 };
-pub(crate) use forebay_device::testing::bench::{Kind, OfKind, cases, in_one_of_three, under_sanitizer};
+pub(crate) use forebay_device::testing::kinds::{Kind, OfKind, cases, in_one_of_three, under_sanitizer};
 
 /// The device under test, with a stream for the test's own copies.
 pub(crate) struct Subject {

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use forebay::device::update::{MASTER, MAX_COLUMNS, MAXIMIZE};
-use forebay::device::{Column, Dtype, HostOptions, Kernel, Moment, Region, Rule, Scalars, SharedDevice, Stream};
+use forebay::device::{Column, Dtype, HostOptions, Kernel, Region, Rule, ScalarInputs, Scalars, SharedDevice, Stream};
 use forebay::flow::RunStats;
 use forebay::optimizer::{Binding, Optimizer, OptimizerOptions, OptimizerStats, Placement, StepFlags, TableInput};
 use forebay::plan::{PlanOptions, StepPlan, TensorSpec, state_bytes};
@@ -552,13 +552,13 @@ fn scalars(on: &Subject, rule: &Rule, hypers: &[f64], step: u64, elements: u64) 
     }
     let (memory, stream) = (on.alloc(4).unwrap(), on.stream("powers").unwrap());
     let power = |&i: &usize| {
-        let beta = hypers[i] as f32;
-        on.launch(&stream, &Kernel::Powers { dst: memory.all(), beta, first: step }).unwrap();
+        let base = hypers[i] as f32;
+        on.launch(&stream, &Kernel::Powers { dst: memory.all(), base, first: step }).unwrap();
         on.finish(&stream).unwrap();
         widen(Dtype::F32, &on.download(&memory.all()))[0]
     };
     let powers: Vec<f32> = rule.powers.iter().map(power).collect();
-    (rule.scalars)(&Moment { hypers, powers: &powers, step, kind: (rule.kind)(hypers, elements) })
+    (rule.scalars)(&ScalarInputs { hypers, powers: &powers, step, kind: (rule.kind)(hypers, elements) })
 }
 
 /// The steps in the test, for tensors whose weights are f32 somewhere: rounding to half precision is the device's.

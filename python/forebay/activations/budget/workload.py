@@ -79,9 +79,6 @@ class PlanRun:
         """Return everything as plain data."""
         planned, measured = self.planned, self.measured
         found: dict[str, Any] = json.loads(planned.plan.to_json())
-        for layer in found["layers"]:
-            # The earlier name, for callers that read it.
-            layer["let_go_at"] = layer["free_at"]
         found |= {
             "model_peak_bytes": planned.model.peak_bytes,
             "model_pass_ns": planned.model.pass_ns,

@@ -14,7 +14,7 @@ use std::sync::LazyLock;
 use crate::error::{Error, Result};
 use crate::kernel::Dtype;
 use crate::memory::Region;
-use crate::update::{Arithmetic, Lanes, MAX_COLUMNS, MAXIMIZE, Rule, Scalars, Segment};
+use crate::update::{Arithmetic, MAX_COLUMNS, MAXIMIZE, Rule, Scalars, Segment, Splat};
 use vector::Vector;
 
 /// What every CPU of an architecture has.
@@ -181,7 +181,7 @@ unsafe fn lanes<A: Arithmetic, V: Vector, const KEPT: u32>(on: Operands, range: 
         !how.follow && on.master.is_some() && on.weight.at::<u16>(at).addr().is_multiple_of(2 * V::N) && V::N > 1;
     // SAFETY: every vector lies inside the range, and the caller promises the rest.
     unsafe {
-        let (scale, s) = (V::splat(how.scale), Lanes::<V>::new(how.scalars));
+        let (scale, s) = (V::splat(how.scale), Splat::<V>::new(how.scalars));
         while at + V::N <= end {
             let grad = on.grad.load::<V>(at, ahead).mul(scale);
             let grad = if s.has(MAXIMIZE) { grad.neg() } else { grad };

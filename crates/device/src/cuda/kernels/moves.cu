@@ -39,8 +39,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) copy_pairs(const __grid_co
 }
 
 // torch's fused kernels take their bias corrections from powf on the device, which is not correctly rounded.
-extern "C" __global__ void powers(float* values, u64 elements, float beta, u64 first) {
+extern "C" __global__ void powers(float* values, u64 elements, float base, u64 first) {
     for (u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x; i < elements; i += u64(gridDim.x) * blockDim.x) {
-        values[i] = powf(beta, float(first + i));
+        values[i] = powf(base, float(first + i));
     }
 }

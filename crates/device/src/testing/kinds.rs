@@ -68,7 +68,7 @@ pub trait OfKind {
 ///
 /// The groups: `every` device, those on the `cpu`, the `checked` ones, and `alone`, every device for a body that may
 /// lose the GPU's context, so that on CUDA it runs in a process of its own. A body takes a reference to something that
-/// is [`OfKind`](crate::testing::bench::OfKind).
+/// is [`OfKind`](crate::testing::kinds::OfKind).
 #[macro_export]
 macro_rules! on_devices {
     ($($group:ident: $($body:ident),+ $(,)?;)+) => {$($(
@@ -98,7 +98,7 @@ macro_rules! on_devices {
         #[test]
         fn $name() {
             let test = concat!(module_path!(), "::", stringify!($name));
-            $crate::testing::bench::$run($crate::testing::bench::Kind::$kind, test, $body);
+            $crate::testing::kinds::$run($crate::testing::kinds::Kind::$kind, test, $body);
         }
     };
 }
