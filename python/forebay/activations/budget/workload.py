@@ -79,6 +79,9 @@ class PlanRun:
         """Return everything as plain data."""
         planned, measured = self.planned, self.measured
         found: dict[str, Any] = json.loads(planned.plan.to_json())
+        for layer in found["layers"]:
+            # An earlier name of the same number, which callers may read.
+            layer["let_go_at"] = layer["free_at"]
         found |= {
             "model_peak_bytes": planned.model.peak_bytes,
             "model_pass_ns": planned.model.pass_ns,
