@@ -236,13 +236,13 @@ def check_parameter(parameter: torch.Tensor, name: str, taker: str) -> None:
 
 
 def check_overlap(tensor: torch.Tensor, name: str) -> None:
-    """Refuse a tensor that cannot be written element by element."""
+    """Raise if a tensor cannot be written element by element."""
     if torch._debug_has_internal_overlap(tensor) == 1:
         raise OptionError(f"{name} has elements that share memory, as expand makes them; make it contiguous")
 
 
 def check_memory(tensor: torch.Tensor, name: str) -> None:
-    """Refuse a tensor whose memory was taken away, or that never had any of its own."""
+    """Raise if a tensor's storage was emptied, or if it never had memory of its own."""
     if not tensor.numel():
         return
     try:
@@ -254,11 +254,11 @@ def check_memory(tensor: torch.Tensor, name: str) -> None:
             f"{name} is a {type(tensor).__name__}; forebay's optimizers take plain tensors and DTensors of them"
         )
     if not found:
-        raise OptionError(f"{name} has no memory; give it back before the step")
+        raise OptionError(f"{name} has an empty storage; restore its memory before the step")
 
 
 def check_gradient(parameter: torch.Tensor, gradient: torch.Tensor, name: str, taker: str) -> None:
-    """Refuse a gradient that the kernels cannot read; ``taker`` is the optimizer's name."""
+    """Raise if the kernels cannot read a gradient; ``taker`` is the optimizer's name."""
     if gradient.layout != torch.strided:
         raise OptionError(
             f"{name} has a gradient of layout {gradient.layout}; {taker} takes dense gradients only, "
@@ -281,11 +281,11 @@ def bump_versions(tensors: list[torch.Tensor]) -> None:
 
 
 def total_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of all tensors as one vector; of DTensors all of them counts, on whatever rank it is.
+    """Return the norm of all tensors as one vector; DTensors count with all shards, on all ranks.
 
     torch takes the norm of plain tensors or of DTensors on one mesh; a model may have both, and several meshes. And
-    torch rounds the norm of half-precision tensors to their type, which is off by up to 0.4 % in bf16 and overflows in
-    f16 from 65520 on; here it is f32.
+    torch rounds the norm of half-precision tensors to their type: the error is up to 0.4 % in bf16, and f16 overflows
+    from 65520 on. Here the norm is f32.
     """
     kinds: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:

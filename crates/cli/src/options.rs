@@ -102,7 +102,7 @@ impl DeviceChoice {
 /// The ring on the device.
 #[derive(Debug, Args)]
 pub(crate) struct RingArgs {
-    /// Bytes of one slot, all kinds of state together: 16777216 or 16MiB
+    /// Bytes of one slot, for all columns of state together: 16777216 or 16MiB
     #[arg(long, default_value = "16MiB", value_parser = bytes)]
     pub(crate) chunk_bytes: u64,
     /// Slots in the ring

@@ -42,7 +42,7 @@ pub enum Error {
         text: String,
     },
     /// State that a load or a step left half written.
-    #[error("the optimizer cannot be stepped: {reason}; load a checkpoint that is whole, and the model's with it")]
+    #[error("the optimizer cannot be stepped: {reason}; load a complete checkpoint of optimizer and model")]
     Distrusted {
         /// What broke off, and with what.
         reason: String,

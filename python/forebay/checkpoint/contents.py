@@ -101,7 +101,7 @@ def extra_of(reader: Reader) -> dict[str, Any] | None:
 
 
 def compare(path: Path, wanted: Mapping[str, Any], metadata: Metadata, strict: bool) -> list[str]:
-    """Return the names that the checkpoint lacks; refuse a checkpoint of another model."""
+    """Return the names that the checkpoint lacks; raise if it is a checkpoint of another model."""
     found = metadata.state_dict_metadata
     for name, value in wanted.items():
         stored = found.get(name)
@@ -110,7 +110,7 @@ def compare(path: Path, wanted: Mapping[str, Any], metadata: Metadata, strict: b
                 f"{path}: {name} has shape {tuple(stored.size)} in the checkpoint and {tuple(value.shape)} here"
             )
         if stored is not None and isinstance(stored, TensorStorageMetadata) != isinstance(value, torch.Tensor):
-            raise CheckpointError(f"{path}: {name} is a tensor on one side and a value on the other")
+            raise CheckpointError(f"{path}: {name} is a tensor in only one of checkpoint and model")
     missing = [name for name in wanted if name not in found]
     if strict:
         both = [_listed("it lacks", _lacking(missing, found)), _listed("it also has", _foreign(wanted, found))]

@@ -100,10 +100,11 @@ class Handle:
         self.raise_failure()
 
     def progress(self) -> dict[str, float | int]:
-        """Return how far the save is: bytes written and to write, and what it costs.
+        """Return the progress of the save, and its cost.
 
-        ``copied_bytes`` were copied, into ``copy_memory_bytes`` of memory. Steps waited for the writer ``stalls``
-        times, ``stall_s`` in total, and the writer paused for steps ``pauses`` times.
+        ``written_bytes`` of ``total_bytes`` are written. ``copied_bytes`` were copied, into ``copy_memory_bytes`` of
+        memory. Steps waited for the writer ``stalls`` times, ``stall_s`` in total, and the writer paused for steps
+        ``pauses`` times.
         """
         stats = self._stats or self._snapshot.stats()
         total = self._moved.expected()
@@ -111,17 +112,17 @@ class Handle:
         return {"written_bytes": min(self._moved.bytes(), total), "total_bytes": total, **stats}
 
     def has_unobserved_failure(self) -> bool:
-        """Whether something went wrong that has not been raised yet."""
+        """Whether the save failed and the error has not been raised yet."""
         return self._error is not None and not self._observed
 
     def raise_failure(self) -> None:
-        """Raise what went wrong, if anything did."""
+        """Raise the error if the save failed."""
         if self._error is not None:
             self._observed = True
             raise self._error
 
     def concerns(self, path: Path) -> bool:
-        """Whether a save to this path, from the current thread, has to hear of a failure."""
+        """Whether a save to this path, from the current thread, must raise a failure of this save."""
         return self._path == path or self._caller() is threading.current_thread()
 
 
@@ -133,17 +134,17 @@ def _forget_frames(error: BaseException | None) -> None:
 
 
 def take_turn(turn: ExitStack, path: Path, *, refuse: bool = False) -> None:
-    """Wait for a save under way, or refuse; raise an unobserved failure that concerns the caller.
+    """Wait for a running save, or raise if ``refuse`` is set; raise an unobserved failure that concerns the caller.
 
-    No other thread begins a save before ``turn`` ends.
+    Until ``turn`` ends, no other thread can begin a save.
     """
     if not _turn.acquire(blocking=not refuse):
-        raise CheckpointError("another thread begins a save; wait for it, or use when_busy='wait'")
+        raise CheckpointError("another thread is starting a save; wait for it, or use when_busy='wait'")
     turn.callback(_turn.release)
     for handle in list(current):
         if refuse and not handle.done():
             raise CheckpointError(
-                f"an earlier save is under way: {handle.progress()}; wait for its result(), or use when_busy='wait'"
+                f"an earlier save is running: {handle.progress()}; wait for its result(), or use when_busy='wait'"
             )
         handle._done.wait()
         current.clear()
@@ -156,14 +157,14 @@ def take_turn(turn: ExitStack, path: Path, *, refuse: bool = False) -> None:
 
 
 def wait_for_current() -> None:
-    """Wait for a save under way, whether it succeeds or not."""
+    """Wait for a running save, whether it succeeds or not."""
     for handle in list(current):
         handle._done.wait()
 
 
 @atexit.register
 def print_failures() -> None:
-    """Print failures that nobody has asked about. Python has waited for the end of the last save."""
+    """Print unobserved failures. At this point Python has waited for the end of the last save."""
     for handle in (*failed, *current):
         if handle.has_unobserved_failure():
             which = "the last" if handle in current else "an earlier"
@@ -172,7 +173,7 @@ def print_failures() -> None:
 
 
 _parents: list[Handle] = []
-"""A forked child keeps its parent's handles: freeing them could mean to wait for a thread of the parent."""
+"""A forked child keeps its parent's handles: freeing them could wait for a thread of the parent."""
 
 
 def _leave_saves_to_parent() -> None:

@@ -237,7 +237,7 @@ def write_state(state: dict[str, Any], writer: Writer, process_group: Any) -> No
 
 
 def write_in_background(state: dict[str, Any], writer: Writer, process_group: Any) -> None:
-    """Do the same in a thread of its own: the ranks may lose each other, because nothing in training waits for this."""
+    """Run ``write_state`` in its own thread. A rank may end meanwhile, because nothing in training waits for this."""
     try:
         write_state(state, writer, process_group)
     except Error:
@@ -245,8 +245,8 @@ def write_in_background(state: dict[str, Any], writer: Writer, process_group: An
     except Exception as error:
         # A failure of one rank reaches all ranks as an `Error`. Only the exchange itself can fail in another way.
         raise CheckpointError(
-            f"{writer.path}: not saved, since the ranks did not reach each other: {type(error).__name__}: {error}; "
-            "call result() on all of them before one ends or destroys its process group"
+            f"{writer.path}: not saved: communication between ranks failed: {type(error).__name__}: {error}; call "
+            "result() on all ranks before one of them ends or destroys its process group"
         ) from error
 
 

@@ -103,9 +103,9 @@ class Numbers:
 
 
 def asleep_error(what: str, kinds: set[str]) -> AsleepError:
-    """Return the error of an operation that needs what sleeps."""
+    """Return the error of an operation that needs sleeping tensors."""
     asked = ", ".join(kind for kind in KINDS if kind in kinds)
-    return AsleepError(f"{what} needs what sleeps: {asked}; call wake() of the forebay.Sleeper first")
+    return AsleepError(f"{what} needs tensors that are asleep: {asked}; call wake() of the forebay.Sleeper first")
 
 
 def replaced_error(entries: list[StorageEntry]) -> Error:
@@ -113,6 +113,6 @@ def replaced_error(entries: list[StorageEntry]) -> Error:
     names = ", ".join(f"{entry.name} ({entry.kind}, {entry.size} bytes)" for entry in entries[:8])
     more = f" and {len(entries) - 8} more" if len(entries) > 8 else ""
     return Error(
-        f"replaced while asleep: {names}{more}; everything else is awake, and the tensors that slept have their bytes "
-        "again, but the model or optimizer holds others now: put them in place before sleeping, not meanwhile"
+        f"replaced while asleep: {names}{more}; everything is awake and has its bytes again, but the model or "
+        "optimizer holds other tensors now; do not replace tensors while they sleep"
     )

@@ -118,11 +118,11 @@ def in_order(
 def ranking(
     order: Sequence[str | torch.nn.Module] | None, models: dict[str, torch.nn.Module], asleep: Iterable[StorageEntry]
 ) -> Callable[[StorageEntry], int] | None:
-    """Return a function that gives each storage its rank in the order that a caller asks for; None without an order."""
+    """Return a function that gives each storage its rank in the caller's order; None without an order."""
     if order is None:
         return None
     if isinstance(order, (str, torch.nn.Module)):
-        raise OptionError("order is a list of modules, names or kinds")
+        raise OptionError(f"order must be a list of modules, names or kinds: {type(order).__name__}")
     paths = {
         id(module): ".".join(filter(None, (label, path)))
         for label, model in models.items()
@@ -134,12 +134,12 @@ def ranking(
     for item in order:
         if isinstance(item, torch.nn.Module):
             if id(item) not in paths:
-                raise OptionError(f"order names a {type(item).__name__} that is in no model of this sleeper")
+                raise OptionError(f"order has a module that is in no model of this sleeper: {type(item).__name__}")
             wanted.append(paths[id(item)])
         elif item in known:
             wanted.append(item)
         else:
-            raise OptionError(f"order names nothing that there is: {item!r}")
+            raise OptionError(f"order has an unknown name: {item!r}")
 
     def rank(entry: StorageEntry) -> int:
         return next((place for place, name in enumerate(wanted) if _matches(name, entry)), len(wanted))

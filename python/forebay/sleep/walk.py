@@ -200,7 +200,7 @@ def kinds_of(what: Iterable[str] | str) -> set[str]:
     asked = [what] if isinstance(what, str) else list(what)
     for kind in asked:
         if kind not in KINDS:
-            raise OptionError(f"what names {kind!r}, which is none of {', '.join(KINDS)}")
+            raise OptionError(f"invalid what: {kind!r}; use any of {', '.join(map(repr, KINDS))}")
     return set(asked)
 
 

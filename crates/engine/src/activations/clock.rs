@@ -1,7 +1,8 @@
-//! When layers ran and how long the computation waited, read from events long after the fact; and the fraction that
-//! those times allow.
+//! When layers ran and how long the computation waited, read from events after the work has ended; and the fraction
+//! that those times allow.
 //!
-//! Nothing here waits: a time is read when its event has been reached, or not at all.
+//! A time is read if its event has been reached; nothing here waits for it. The exception is statistics: they call
+//! `read_stalls` with `wait` set.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;

@@ -260,7 +260,7 @@ impl Tape {
         Saved { save, entry, start_bytes: key.start_bytes, new: true, offload }
     }
 
-    /// Spreads the fraction evenly: each tensor adds its share, and one leaves when its own size has come together.
+    /// Spreads the fraction evenly: each tensor adds its share to a sum, and leaves if the sum has reached its size.
     fn is_chosen(&mut self, bytes: u64) -> bool {
         self.credit += u128::from(bytes) * self.fraction;
         let price = u128::from(bytes) * PARTS;

@@ -103,7 +103,7 @@ impl Saving {
         match lock.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
-                return refuse(path, "another save to this path is under way; wait for it, or save to another path");
+                return refuse(path, "another save to this path is running; wait for it, or save to another path");
             }
             // The file system has no locks.
             Err(TryLockError::Error(_)) => {}

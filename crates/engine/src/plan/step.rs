@@ -24,8 +24,8 @@ const OPERAND_BYTES: u64 = 4;
 /// Parts of a slot that a parameter and a gradient on the host take, each with room for f32.
 pub const HOST_OPERANDS: u64 = 2;
 
-/// Arenas are kept below this where their tensors allow it: then the distance between the arenas of a bucket is one that
-/// a two-dimensional copy can take, and all kinds of a chunk travel as one copy.
+/// Arenas are smaller than this if their tensors allow it. Then the distance between the arenas of a bucket is within
+/// the limit of a two-dimensional copy, and all columns of a chunk travel as one copy.
 const ARENA_TARGET_BYTES: u64 = (1 << 31) - (1 << 16);
 
 /// A parameter as the plan sees it.

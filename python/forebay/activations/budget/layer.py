@@ -96,10 +96,10 @@ class _PlannedCall:
 
 
 class PlannedLayer(Layer):
-    """Stands before the call of one layer and follows its plan."""
+    """Wraps the calls of one layer and follows its plan."""
 
     advice = (
-        "the plan cannot be followed; drop that checkpoint, which of transformers is gradient_checkpointing_disable()"
+        "the plan cannot be followed; remove that checkpoint (models of transformers: gradient_checkpointing_disable())"
     )
 
     def __init__(self, saver: Saver, number: int, module: torch.nn.Module, budget: Budget) -> None:
@@ -113,13 +113,13 @@ class PlannedLayer(Layer):
         return _is_managed(self.module)
 
     def stay_installed(self) -> bool:
-        """Take the place of the module's call again if it was compiled since; return whether it was."""
+        """Replace the module's call again if the module was compiled since; return whether it was."""
         compiled = super().stay_installed()
         self.is_compiled = self.is_compiled or compiled
         return compiled
 
     def is_entered(self) -> bool:
-        """Whether this thread is inside a call of it already."""
+        """Whether this thread is already inside a call of this layer."""
         return self.number in self.budget.local.inside
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
