@@ -1,7 +1,7 @@
-"""Saves in the background: a handle on each, one at a time, and failures that nobody has asked about.
+"""Saves in the background, one at a time: the handle of each save, and unobserved failures.
 
-An unobserved failure is raised by the next save from the same thread or to the same path. What is still unobserved at
-exit is printed.
+A failure is unobserved if it has not been raised yet. It is raised by the next save from the same thread or to the same
+path, or printed at exit.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
 current: list[Handle] = []
 """The last save in the background, until the next save has seen its end."""
 failed: list[Handle] = []
-"""Earlier ones with failures that nobody has asked about."""
+"""Earlier saves with unobserved failures."""
 
 _turn = threading.RLock()
-"""Held from the end of the earlier save until the next one has begun, so that threads begin theirs one after the other.
-Reentrant, because a signal's handler may save while its thread holds this."""
+"""Held from the end of the earlier save until the next one has begun, so that threads begin saves one after the other.
+Reentrant, because a signal handler may save while its thread holds the lock."""
 
 
 class Handle:
-    """A save under way.
+    """A save that runs in the background.
 
     Parameters
     ----------
     path
-        Where it is saved.
+        The checkpoint's path.
     snapshot
-        What is saved.
+        The state to save.
     work
-        Writes and commits it.
+        Writes and commits the snapshot.
     moved
-        Counts the bytes written, and knows how many there are to write.
+        Counts the bytes written, and knows the total.
     """
 
     def __init__(self, path: Path, snapshot: Snapshot, work: Callable[[], None], moved: _core.Moved) -> None:
@@ -87,12 +87,12 @@ class Handle:
         return (self._end or time.perf_counter()) - self._start
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait until the checkpoint is complete; raise what went wrong.
+        """Wait until the checkpoint is complete; raise the error if the save failed.
 
         Parameters
         ----------
         timeout
-            The most seconds to wait; then a ``TimeoutError``.
+            The most seconds to wait; after that a ``TimeoutError`` is raised.
         """
         if not self._done.wait(timeout):
             raise TimeoutError(f"the save has not ended after {timeout} s: {self.progress()}")

@@ -1,8 +1,7 @@
-"""Which storages sleep, and under which numbers the slabs know them.
+"""Which storages sleep, and their numbers in the slabs.
 
-Two things have to agree: a storage is empty on the device, and its place in a slab is in use. The engine knows the
-places, because it gives them out. Which storages are empty is known here and nowhere else, and every change of it goes
-through this class.
+Two facts must agree: a storage is empty on the device, and its place in a slab is in use. The engine assigns the places
+and knows which are in use. Only the class here knows which storages are empty, and every change goes through it.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Asleep:
         return [entry for entry in self if entry.kind in kinds]
 
     def kinds(self, owner: int | None = None) -> set[str]:
-        """Return the kinds of which something sleeps, of one owner or of any."""
+        """Return the kinds of the sleeping storages, of one owner or of all."""
         return {kind for (of, kind), count in self._counts.items() if count and owner in (None, of)}
 
     def numbers(self) -> set[int]:

@@ -1,4 +1,4 @@
-"""The order in which storages wake: as the caller asks, or under a forward each module's before it is called."""
+"""The order in which storages wake: the caller's order, or the order in which a forward needs them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAST = 1 << 60
 
 
 class Waking:
-    """A wake under way."""
+    """A running wake."""
 
     def __init__(self, mover: Mover, units: Units | None, begun: float) -> None:
         self.mover = mover
@@ -30,7 +30,7 @@ class Waking:
         self.begun = begun
 
     def kinds(self) -> set[str]:
-        """Return the kinds that this wake brings."""
+        """Return the kinds that this wake moves."""
         return {batch.kind for batch in self.mover.batches}
 
 
@@ -56,7 +56,7 @@ class Units:
             self._visit(model, 0, numbers)
 
     def _visit(self, module: torch.nn.Module, unit: int, numbers: dict[int, int]) -> set[int]:
-        """Note the unit of a module's own tensors; return the units that the module around it needs for it."""
+        """Record the unit of a module's own tensors; return the units that the module's parent must wait for."""
         unit = numbers.get(id(module), unit)
         if id(module) in self._inside:
             return self._inside[id(module)] if id(module) not in numbers else set()
@@ -72,7 +72,7 @@ class Units:
         return set() if id(module) in numbers else needed
 
     def units_of(self, entry: StorageEntry) -> set[int]:
-        """Return the units that hold a storage; none holds an optimizer's."""
+        """Return the units that hold a storage; an optimizer's storage has none."""
         return set().union(*(self._holders.get(id(container), set()) for container, _ in entry.holders))
 
     def first_use(self, entry: StorageEntry) -> int:
@@ -85,7 +85,7 @@ class Units:
         return min(self.units_of(entry), default=0)
 
     def note(self, unit: int, batch: list[StorageEntry]) -> None:
-        """Note the next batch: every unit that holds any of it needs it."""
+        """Record the next batch: every unit that holds a storage of it needs it."""
         for entry in batch:
             for user in self.units_of(entry) or {unit}:
                 self._last[user] = self._batches
