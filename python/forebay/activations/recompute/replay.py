@@ -1,7 +1,7 @@
 """Replay: a recomputed layer reuses the saved results of a few operations.
 
-Torch's checkpoint recomputes everything that a layer saves. Here two dispatch modes run inside the checkpoint. The first
-saves the results of chosen operations in the forward pass. The second returns them when the same operations run again.
+Torch's checkpoint recomputes everything that a layer saves. Here two dispatch modes run inside the checkpoint. One
+saves the results of chosen operations in the forward pass. The other returns them when the same operations run again.
 An operation whose saved result cannot be used (another shape, changed in place, a second backward pass) is computed
 again.
 """
