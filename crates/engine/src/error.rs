@@ -1,4 +1,4 @@
-//! What can go wrong in the engine: a device's error, with the engine's own beside it.
+//! The errors of the engine: a device's error, or one of the engine's own.
 
 use forebay_device as device;
 
@@ -32,7 +32,7 @@ pub enum Error {
     /// The system refused a file or a folder.
     #[error("cannot {action} {path}: {text}")]
     File {
-        /// What was to be done with it.
+        /// The operation that failed.
         action: &'static str,
         /// The file or folder.
         path: String,

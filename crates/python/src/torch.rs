@@ -17,7 +17,7 @@ use pyo3::types::PyCapsule;
 
 use crate::looked::Row;
 
-/// Keeps whatever owns an address alive.
+/// Keeps the owner of an address alive.
 pub(crate) type Keeper = Arc<dyn Any + Send + Sync>;
 
 /// Names a tensor's memory. An empty one has none.

@@ -4,8 +4,8 @@
 //! takes the mark the event holds at that moment. A mark is completed exactly once, by the worker that reaches it, so
 //! re-recording an event never confuses those that wait for its earlier point.
 //!
-//! When work fails, its stream is failed for good: work behind it is dropped unrun, marks behind it complete with the
-//! error, and a stream that waits for such a mark fails too.
+//! When work fails, its stream stays failed: work behind it is dropped without running, marks behind it complete with
+//! the error, and a stream that waits for such a mark fails too.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};

@@ -1,3 +1,3 @@
-//! What tests of this crate and of the crates above it share.
+//! Helpers that the tests of this crate and of the crates above it share.
 
 pub mod bench;

@@ -249,7 +249,7 @@ impl Clock {
     }
 }
 
-/// How much of what could be carried under the computation is asked for.
+/// The share that is used of the bytes that could be copied during the computation.
 const MARGIN: f64 = 0.92;
 /// Passes at full offload before the first choice; the first one of a program is slow in many ways.
 const PASSES_TO_LEARN: u32 = 2;

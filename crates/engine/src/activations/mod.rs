@@ -1,4 +1,4 @@
-//! Activations: they leave the device under the forward pass and return under the backward pass.
+//! Activations: they leave the device during the forward pass and return during the backward pass.
 //!
 //! ```text
 //! forward:   saved tensor ==store==> block of pinned memory      its source is freed a window of bytes later
@@ -13,12 +13,12 @@
 //! - the use of fetched bytes waits for the end of the fetch;
 //! - a block is stored into again after the last fetch that reads it.
 //!
-//! A stream waits only for work that was submitted, so a caller that needs a mark that the lane has not recorded yet waits
-//! for that on the host; the window bounds how far the host can be ahead.
+//! A stream waits only for work that was submitted. So a caller that needs a mark which the lane has not recorded yet
+//! waits for the recording on the host; the window limits how far the host can be ahead.
 //!
 //! The caller owns the tensors' memory: it keeps a source until [`Offload::save`] or [`Offload::release`] names its
-//! entry, and the memory of a fetch until [`Offload::free_fetched`] or [`Offload::release`]. It also says where saved
-//! tensors end: whatever the order of use turns out to be, an entry lives until its last save was released.
+//! entry, and the memory of a fetch until [`Offload::free_fetched`] or [`Offload::release`]. The caller also ends saved
+//! tensors: in any order of use, an entry lives until its last save was released.
 
 mod blocks;
 mod clock;
@@ -96,7 +96,7 @@ pub struct SaveOutcome {
     pub saved: Saved,
     /// Entries whose sources may be freed now.
     pub dropped: Vec<EntryId>,
-    /// Why the entry stays although it was to leave.
+    /// Why an entry that was chosen to leave stays.
     pub exhausted: Option<Exhausted>,
 }
 
@@ -212,7 +212,7 @@ impl Offload {
         lock(&self.state)
     }
 
-    /// Pins so many bytes ahead of use.
+    /// Pins this many bytes ahead of use.
     pub fn reserve(&self, bytes: u64) -> Result<()> {
         self.state().blocks.reserve(bytes)
     }

@@ -8,7 +8,7 @@ use super::manifest::Manifest;
 use super::{MANIFEST, refuse};
 use crate::error::{Error, Result};
 
-/// The file that a save to a path keeps locked. The system unlocks it when the process ends, in whatever way.
+/// The file that a save to a path keeps locked. The system unlocks it when the process ends, even if it is killed.
 const LOCK: &str = ".saving";
 /// The manifest's name until it is complete.
 const PARTIAL: &str = "manifest.json.partial";

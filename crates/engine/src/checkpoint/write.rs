@@ -1,4 +1,4 @@
-//! Writing: regions of memory into safetensors files, straight from where they lie.
+//! Writing: regions of memory into safetensors files, without a copy.
 //!
 //! The entries are spread over a few files of about equal size, and each file has a thread of its own: two threads in
 //! one file would wait for each other in the kernel. A thread writes its file block by block: it computes the block's

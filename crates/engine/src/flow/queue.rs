@@ -5,7 +5,7 @@
 //! 2. `wait` returns once a job is over: all its work has been submitted to the device, or it failed. Only then may a
 //!    stream be made to wait for the job's mark; waiting for an event that was not recorded would be a no-op.
 //! 3. `cancel` takes a waiting job out, so that it never ran. A running one is asked to stop at its next chunk, and
-//!    `cancel` returns when it has: whatever was submitted ends with the job's mark.
+//!    `cancel` returns when it has stopped: everything that was submitted ends with the job's mark.
 //! 4. After `close` the thread ends what it runs and takes nothing more; those who wait get an answer.
 //!
 //! The tests below run this protocol under loom.

@@ -23,7 +23,7 @@ struct Usage {
 }
 
 impl PinnedBudget {
-    /// A budget of so many bytes, or without a limit.
+    /// A budget of this many bytes, or without a limit.
     pub fn new(limit_bytes: Option<u64>) -> Self {
         let limit_bytes = AtomicU64::new(limit_bytes.unwrap_or(u64::MAX));
         Self { shared: Arc::new(Usage { limit_bytes, used_bytes: AtomicU64::new(0) }) }

@@ -48,7 +48,7 @@ use crate::sync::{Mutex, lock};
 /// for. One slot must remain free: a lane that held all slots would wait for ever.
 fn depths(slots: usize) -> (usize, usize) {
     match slots {
-        // Nothing comes down, and no slot is asked for.
+        // Nothing is copied down, and no slot is needed.
         0 => (0, 2),
         1..=2 => (0, 1),
         3 => (1, 1),
@@ -242,7 +242,7 @@ impl HostLane {
         Ok(())
     }
 
-    /// Bytes that a lane with so many slots pins.
+    /// Bytes that a lane with this many slots pins.
     pub(super) fn bytes_to_pin(slots: usize, slot_bytes: u64) -> Result<u64> {
         let ring = if slots == 0 { 0 } else { SlabLayout::new(&ring_parts(slots, slot_bytes))?.bytes() };
         Ok(SlabLayout::new(&FLAG_BYTES)?.bytes() + ring)
@@ -374,7 +374,7 @@ impl Drop for HostLane {
     }
 }
 
-/// What the device knows about a step and the host has to be told.
+/// Flags of a step that the device computes and the host needs.
 #[derive(Clone, Copy)]
 struct Flags {
     grad_scale: f32,
@@ -434,7 +434,7 @@ impl<'a> Step<'a> {
         Ok(self.stats)
     }
 
-    /// Starts and finishes the oldest chunks until no more than so many are left in each state.
+    /// Starts and finishes the oldest chunks until no more than this many are left in each state.
     fn advance(&mut self, landing: usize, updating: usize) -> Result<()> {
         while self.landing.len() > landing {
             if self.flags()?.skip {

@@ -302,7 +302,7 @@ impl Hybrid {
         lock(&self.measured).device_ns
     }
 
-    /// The fraction that stays: the one asked for, or the one that "auto" has settled on.
+    /// The fraction that stays: the requested one, or the one that "auto" has chosen.
     pub(super) fn settled_fraction(&self) -> Option<f64> {
         match self.share {
             HostShare::Fixed(fraction) => Some(fraction),

@@ -1,4 +1,4 @@
-//! Pinned memory for the gradients that are copied to the host during backward, and which of them have been.
+//! Pinned memory for gradients that are copied to the host during backward, and which of them have landed.
 
 use forebay_device::{Region, Slab, SlabLayout, Stream};
 

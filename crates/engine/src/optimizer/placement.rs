@@ -1,4 +1,4 @@
-//! Where state lies and who updates it.
+//! Where state lies and what updates it.
 
 use super::hybrid::HostShare;
 use crate::error::{Error, Result};

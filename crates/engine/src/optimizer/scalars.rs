@@ -44,7 +44,7 @@ impl<'a> ScalarSets<'a> {
         Ok(Self { rule, groups, last: None, index: HashMap::new(), scalars: Vec::new() })
     }
 
-    /// The set of a parameter of so many elements at its next update; advances its counter if the rule counts it.
+    /// The set of a parameter of this many elements at its next update; advances its counter if the rule counts it.
     pub(super) fn advance(&mut self, powers: &mut Powers, group: u32, steps: &mut f32, elements: u64) -> Result<u32> {
         let Some(hypers) = self.groups.get(group as usize) else {
             return Err(Error::InvalidOption {
@@ -76,7 +76,7 @@ impl<'a> ScalarSets<'a> {
     }
 }
 
-/// Exponents computed at a time. The host waits for the device once for each beta and so many steps.
+/// Exponents computed at a time. The host waits for the device once for each beta and this many steps.
 const BLOCK: u64 = 4096;
 
 /// Runs of powers that are kept. A schedule that moves a beta asks for another one in every step, for ever.
@@ -135,7 +135,7 @@ impl Powers {
         Ok(self.runs[0].values[(t - self.runs[0].first) as usize])
     }
 
-    /// A group's scalars at one step, for a parameter of so many elements.
+    /// A group's scalars at one step, for a parameter of this many elements.
     fn scalars(&mut self, rule: &Rule, hypers: &[f64], step: u64, elements: u64) -> Result<Scalars> {
         let powers = rule.powers.iter().map(|&i| self.power(hypers[i] as f32, step)).collect::<Result<Vec<f32>>>()?;
         Ok((rule.scalars)(&Moment { hypers, powers: &powers, step, elements }))

@@ -282,7 +282,7 @@ impl Inner {
         self.steps > 0 && !self.is_awaited && !self.is_over
     }
 
-    /// What has to be done before a page may be changed; none while the caller has to wait. A page that is to be copied
+    /// What has to be done before a page may be changed; none while the caller has to wait. A page that must be copied
     /// has its block from here on.
     fn duty(&mut self, number: usize) -> Option<Duty> {
         if self.is_over {
