@@ -34,9 +34,9 @@ const CUT_ELEMENTS: usize = 64;
 /// How to make the pool.
 #[derive(Debug, Clone, Default)]
 pub struct HostOptions {
-    /// How many threads; as many as this process has cores where not given.
+    /// The number of threads; by default one for each core of this process.
     pub threads: Option<usize>,
-    /// Which kernel: `portable`, `avx2` or `avx512`; the best that this CPU has where not given.
+    /// Which kernel: `portable`, `avx2` or `avx512`; by default the best that this CPU has.
     pub kernel: Option<String>,
 }
 

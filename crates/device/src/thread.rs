@@ -149,7 +149,7 @@ fn set_of(cores: impl Iterator<Item = usize>) -> libc::cpu_set_t {
     set
 }
 
-/// The places of every OpenMP library in this process; none where it binds no threads.
+/// The places of every OpenMP library in this process; empty if it binds no threads.
 fn openmp_places() -> Vec<libc::cpu_set_t> {
     openmp_libraries()
         .iter()

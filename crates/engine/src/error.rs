@@ -36,7 +36,7 @@ pub enum Error {
         action: &'static str,
         /// The file or folder.
         path: String,
-        /// `errno`, where there is one.
+        /// `errno`, if there is one.
         errno: Option<i32>,
         /// The system's description.
         text: String,

@@ -1,4 +1,4 @@
-//! What Python gives an optimizer, as the engine takes it, and the engine's numbers as Python takes them.
+//! Conversions between Python's and the engine's values: inputs of an optimizer, and its statistics.
 
 use std::sync::Arc;
 

@@ -120,7 +120,7 @@ pub(crate) struct Table<'py> {
 }
 
 impl<'py> Table<'py> {
-    /// The table in a capsule; nothing where it is of another version.
+    /// The table in a capsule; `None` if it is of another version.
     pub(crate) fn new(
         capsule: &Bound<'py, PyAny>,
         plain: (Bound<'py, PyAny>, Bound<'py, PyAny>),
@@ -140,7 +140,7 @@ impl<'py> Table<'py> {
         self.plain.iter().any(|plain| kind.is(plain))
     }
 
-    /// What a tensor is and whether it is contiguous; nothing for whatever the kernels cannot work on as it is.
+    /// A tensor's row and whether it is contiguous; `None` if the kernels cannot use the tensor directly.
     pub(crate) fn describe(&self, tensor: &Bound<'py, PyAny>) -> Option<(Row, bool)> {
         const CPU: i32 = 1;
         const CUDA: i32 = 2;

@@ -96,7 +96,7 @@ pub struct Rule {
     pub columns: &'static [Column],
     /// The numbers of a group, by name. Switches are 0 or 1.
     pub hypers: &'static [&'static str],
-    /// What they are where a user gives none.
+    /// Their values if a user gives none.
     pub defaults: &'static [f64],
     /// Which columns a group with these numbers needs: bit `i` for column `i`.
     pub keeps: fn(hypers: &[f64]) -> u32,
@@ -254,7 +254,7 @@ pub struct Segment {
     pub grad: Region,
     /// Their type.
     pub grad_dtype: Dtype,
-    /// The rule's columns, in its order; none where a column is not kept.
+    /// The rule's columns, in its order; `None` for a column that is not kept.
     pub state: [Option<Region>; MAX_COLUMNS],
     /// Master weights, f32.
     pub master: Option<Region>,

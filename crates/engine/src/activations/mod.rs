@@ -44,9 +44,9 @@ use crate::sync::{Mutex, MutexGuard, lock};
 /// What to offload, and how much of it at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct OffloadOptions {
-    /// Part of the bytes that leaves the device; none for what hides under the computation as measured.
+    /// Share of the bytes that leaves the device; `None` for as much as can be copied without waiting, as measured.
     pub fraction: Option<f64>,
-    /// Bytes that may be on their way out, or fetched ahead; none for what the largest layer saves.
+    /// Bytes that may be on their way out, or fetched ahead; `None` for the bytes that the largest layer saves.
     pub max_in_flight_bytes: Option<u64>,
 }
 

@@ -90,7 +90,7 @@ pub struct Saving {
 }
 
 impl Saving {
-    /// Makes the path where it does not exist, removes incomplete subfolders, and makes one with the next number.
+    /// Makes the path if it does not exist, removes incomplete subfolders, and makes one with the next number.
     pub fn begin(path: &Path) -> Result<Self> {
         if is_complete(path) {
             // A load of this path would still find the old checkpoint.

@@ -34,7 +34,7 @@ pub struct FileEntry {
     pub dtype: String,
     /// Its shape.
     pub shape: Vec<u64>,
-    /// Its bytes, contiguous, on the host or on the device of the options; none for an empty chunk.
+    /// Its bytes, contiguous, on the host or on the device of the options; `None` for an empty chunk.
     pub data: Option<Region>,
 }
 

@@ -116,7 +116,7 @@ impl Lane {
         self.queue.cancel(copy.ticket)
     }
 
-    /// The rate of the last copies, in bytes per nanosecond, which is GB/s; none before the first has been timed.
+    /// The rate of the last copies, in bytes per nanosecond, which is GB/s; `None` before the first has been timed.
     pub(crate) fn rate(&self) -> Option<f64> {
         let (bytes, ns) = (self.observed.bytes.load(Relaxed), self.observed.ns.load(Relaxed));
         (ns > 0).then(|| bytes as f64 / ns as f64)

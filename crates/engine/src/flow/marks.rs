@@ -48,7 +48,7 @@ impl Marks {
 #[derive(Debug)]
 pub(crate) struct Mark {
     event: Event,
-    /// The stream whose end this is, where both attempts to record it were refused.
+    /// The stream whose end this is, if both attempts to record it were refused.
     unrecorded: Mutex<Option<Stream>>,
     order: AtomicU64,
     home: Arc<Marks>,

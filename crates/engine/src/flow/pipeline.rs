@@ -116,7 +116,7 @@ impl Drop for Pipeline {
 #[derive(Debug)]
 pub struct Slot {
     index: usize,
-    /// The end of the work accepted so far; none while the device has not touched it.
+    /// The end of the work accepted so far; `None` while the device has not touched it.
     end: Option<Arc<Mark>>,
     timed: bool,
     core: Arc<PipelineCore>,
@@ -384,7 +384,7 @@ impl PipelineCore {
         let mut times = [0; 3];
         if trip.timed {
             for (time, [begin, end]) in times.iter_mut().zip(&slot.timers) {
-                // A trip that broke off has no times worth keeping; what broke it was told where it happened.
+                // A trip that failed has no times worth keeping; its error was returned when it failed.
                 let Ok(elapsed) = self.device.elapsed_ns(begin, end) else { return Ok(()) };
                 *time = elapsed;
             }

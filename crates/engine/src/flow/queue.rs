@@ -63,7 +63,7 @@ impl<T> Queue<T> {
         Self { state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    /// Adds a job at the end, or before all others where a caller waits for it already.
+    /// Adds a job at the end, or before all others if a caller waits for it already.
     pub(crate) fn push(&self, job: T, urgent: bool) -> Ticket {
         let mut state = lock(&self.state);
         let ticket = Ticket(state.next);
@@ -88,7 +88,7 @@ impl<T> Queue<T> {
         }
     }
 
-    /// The next job, for the thread; none once the queue is closed.
+    /// The next job, for the thread; `None` after the queue is closed.
     pub(crate) fn next(&self) -> Option<(Ticket, T)> {
         let mut state = lock(&self.state);
         loop {

@@ -58,7 +58,7 @@ fn depths(slots: usize) -> (usize, usize) {
     }
 }
 
-/// How many times more chunks are taken at once where parameters lie on the host.
+/// How many times more chunks are taken at once if parameters lie on the host.
 const IN_PLACE: u64 = 16;
 
 /// The streams of a step.
@@ -126,7 +126,7 @@ pub(super) struct HostLane {
     flags_landed: Arc<Mark>,
     stats: Mutex<HostStats>,
     slot_bytes: u64,
-    /// The slots' memory; nothing where all parameters lie on the host.
+    /// The slots' memory; `None` if all parameters lie on the host.
     slab: Option<Lease<Slab>>,
 }
 
@@ -142,7 +142,7 @@ impl<'a> HeldSlot<'a> {
         &self.lane.slots[self.index]
     }
 
-    /// Submits copies to or from the slot; `end` marks their end, also where some were refused.
+    /// Submits copies to or from the slot; `end` marks their end, even if some were refused.
     fn transfer(
         mut self,
         stream: &Stream,
@@ -202,7 +202,7 @@ struct Passage<'a, S> {
 }
 
 impl HostLane {
-    /// Starts the threads and pins the ring; no slots are enough where all parameters lie on the host.
+    /// Starts the threads and pins the ring; no slots are needed if all parameters lie on the host.
     pub(super) fn new(memory: &Allocator, options: &HostOptions, slots: usize, slot_bytes: u64) -> Result<Self> {
         let device = memory.device().clone();
         let marks = Marks::new(device.clone());
@@ -429,7 +429,7 @@ impl<'a> Step<'a> {
             self.advance(landing, updating)?;
         }
         self.advance(0, 0)?;
-        // Also where there was nothing to update: copies that began before the step have ended when it ends.
+        // Even if there was nothing to update: copies that began before the step have ended when it ends.
         self.flags()?;
         Ok(self.stats)
     }

@@ -285,7 +285,7 @@ impl Hybrid {
         &self.lane
     }
 
-    /// Pins the host's ring where there is none yet, between steps.
+    /// Pins the host's ring if there is none yet, between steps.
     pub(super) fn open_ring(&mut self, memory: &Allocator, slots: usize) -> Result<()> {
         self.lane.open_ring(memory, slots)
     }

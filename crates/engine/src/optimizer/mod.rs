@@ -178,7 +178,7 @@ impl Optimizer {
         Ok(inner)
     }
 
-    /// Bytes of the ring; 0 where nothing streams.
+    /// Bytes of the ring; 0 if nothing streams.
     pub fn ring_bytes(&self) -> u64 {
         let PlanOptions { slots, slot_bytes, .. } = self.options.plan;
         if self.options.placement.streams() { Pipeline::ring_bytes(slots, slot_bytes) } else { 0 }
@@ -213,7 +213,7 @@ impl Optimizer {
         Ok(())
     }
 
-    /// The stream to compute on: the caller's, or one of our own where torch has none.
+    /// The stream to compute on: the caller's, or the engine's own if torch has none.
     fn compute(&self, inner: &mut Inner, given: Option<&Stream>) -> Result<Stream> {
         match given {
             Some(stream) => Ok(stream.clone()),
@@ -267,7 +267,7 @@ impl Optimizer {
         Ok(self.open()?.table(table)?.columns(tensor).iter().map(|column| column.name).collect())
     }
 
-    /// A tensor's column in pinned memory; nothing where it is not kept there. Wait with [`Self::settle`] to read it.
+    /// A tensor's column in pinned memory; `None` if it is not kept there. Wait with [`Self::settle`] to read it.
     pub fn column(&self, table: usize, tensor: usize, name: &str) -> Result<Option<Region>> {
         self.open()?.table(table)?.column(tensor, name)
     }
@@ -434,7 +434,7 @@ impl Optimizer {
         self.lock().distrusted = Some(reason.to_owned());
     }
 
-    /// Allows steps again: all of the state was loaded anew.
+    /// Allows steps again: all of the state was loaded.
     pub fn trust(&self) {
         self.lock().distrusted = None;
     }
@@ -451,7 +451,7 @@ impl Optimizer {
         self.lock().pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain())
     }
 
-    /// Returns when the host may write into the state, as far as a save is concerned.
+    /// Returns when no save needs the present state any longer, so that the host may write into it.
     pub fn protect_all(&self) -> Result<()> {
         self.lock().tables.iter().try_for_each(StateTable::protect_all)
     }

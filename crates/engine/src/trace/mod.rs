@@ -1,4 +1,4 @@
-//! What happened when: timed intervals of the stages, in the device's own time.
+//! Timed intervals of the stages, in the device's own time.
 
 use serde::Serialize;
 

@@ -73,7 +73,7 @@ pub struct CallKind {
 /// One call in a measured pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MeasuredCall {
-    /// Its kind, as a place in [`MeasuredPass::kinds`]; none for a call that no measuring pass made.
+    /// Its kind, as a place in [`MeasuredPass::kinds`]; `None` for a call that no measuring pass made.
     pub kind: Option<usize>,
     /// Whether it saved everything; if not, it was recomputed.
     pub saves: bool,
