@@ -33,7 +33,7 @@ RANDOM_BYTES = 64 << 20
 def make(
     total_bytes: int, *, device: str = "cpu", dtype: torch.dtype = torch.float32, layers: int = 16
 ) -> tuple[torch.nn.Module, forebay.AdamW]:
-    """Make a model and an optimizer whose weights and state have so many bytes, with random contents."""
+    """Make a model and an optimizer whose weights and state have this many bytes, with random contents."""
     each = 12 if dtype == torch.float32 else 14
     side = int((total_bytes / each / layers) ** 0.5)
     model = torch.nn.Sequential(

@@ -56,10 +56,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="tiny sizes, in seconds, also on the CPU")
     parser.add_argument("--rows", default=",".join(ROWS), help="which rows, separated by commas: %(default)s")
     parser.add_argument("--model", choices=MODELS, help="shapes of the step (the largest that fits; small: tiny)")
-    parser.add_argument("--params", type=int, help="so many parameters instead of a model's")
+    parser.add_argument("--params", type=int, help="this many parameters instead of a model's")
     parser.add_argument("--steps", type=int, help="timed repetitions in each process (5; small: 3)")
     parser.add_argument("--rounds", type=int, default=2, help="processes for each row and side (%(default)s)")
-    limit = "begin no pair of processes that would end after so many seconds, the first round aside (%(default)s)"
+    limit = "begin no pair of processes that would end after this many seconds, the first round aside (%(default)s)"
     parser.add_argument("--limit-s", type=float, default=420, help=limit)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all numbers to this file, after each pair")
     options = parser.parse_args()

@@ -1,7 +1,7 @@
 """forebay keeps a GPU fed with training state that does not fit on it.
 
-``import forebay`` does not import torch: reading a version or catching an error should not cost seconds.
-What needs torch imports it when it is used.
+``import forebay`` does not import torch, so that reading a version or catching an error does not take seconds. Names
+that need torch import it at their first use.
 """
 
 from __future__ import annotations

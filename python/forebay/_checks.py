@@ -27,7 +27,7 @@ def whole(name: str, value: Any, least: int, *, optional: Literal[True]) -> int 
 
 
 def whole(name: str, value: Any, least: int, *, optional: bool = False) -> int | None:
-    """Check a whole number of at least ``least``; None is allowed where it is optional."""
+    """Check a whole number of at least ``least``; None is allowed if ``optional`` is set."""
     if value is None and optional:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -43,7 +43,7 @@ def share(name: str, value: Any, *, auto: bool) -> float | None: ...
 
 
 def share(name: str, value: Any, *, auto: bool = False) -> float | None:
-    """Check a part of a whole, from 0.0 to 1.0; where ``auto`` is allowed, "auto" gives None."""
+    """Check a share from 0.0 to 1.0. With ``auto``, the value "auto" is allowed and gives None."""
     if auto and isinstance(value, str) and value == "auto":
         return None
     if not is_number(value) or not 0 <= value <= 1:
@@ -53,7 +53,7 @@ def share(name: str, value: Any, *, auto: bool = False) -> float | None:
 
 
 def one_of(name: str, value: T, choices: Sequence[T]) -> T:
-    """Check that a value is one of a few."""
+    """Check that a value is one of the choices."""
     if value not in choices:
         raise OptionError(f"invalid {name}: {value!r}; use one of {tuple(choices)}")
     return value
@@ -67,10 +67,10 @@ def switch(name: str, value: Any) -> bool | None:
 
 
 def positive(name: str, value: Any, *, without: str) -> float | None:
-    """Check a number above zero; None is allowed, and ``without`` says what it stands for."""
+    """Check a number above zero. None is allowed; ``without`` says what None means."""
     if value is None:
         return None
-    # Real, not float: numpy's numbers are of no type of Python's.
+    # Real, not float: numbers of numpy are not Python floats.
     if not isinstance(value, Real) or not float(value) > 0:
         raise OptionError(f"invalid {name}: {value!r}; give a positive number, or None {without}")
     return float(value)

@@ -26,8 +26,8 @@ class ActivationPlan:
         """
     def corrected(self, /, *, budget_bytes: SupportsIndex, excess_bytes: SupportsIndex, pace: SupportsFloat | SupportsIndex) -> ActivationPlan:
         """
-        The same plan with predictions corrected by what earlier passes showed: their peak exceeded the predicted one by
-        so many bytes, and they took `pace` times the predicted time.
+        The same plan with predictions corrected by the measurements of earlier passes: their peak exceeded the predicted
+        peak by this many bytes, and they took `pace` times the predicted time.
         """
     def explain(self, /) -> str:
         """
@@ -111,7 +111,7 @@ class Activations:
         """
     def reserve(self, /, bytes: SupportsIndex) -> None:
         """
-        Pin so many bytes ahead of use.
+        Pin this many bytes ahead of use.
         """
     def save(self, /, *, storage: SupportsIndex, storage_bytes: SupportsIndex, addr: SupportsIndex, start_bytes: SupportsIndex, bytes: SupportsIndex, version: SupportsIndex, may_leave: bool, counted: bool, stream: SupportsIndex, route: Route | None = None) -> Saved:
         """
@@ -382,7 +382,7 @@ class MeasuredPass:
     def __new__(cls, /, *, samples: SupportsGetItem[int, PassSample], calls: SupportsGetItem[int, MeasuredCall], kinds: SupportsGetItem[int, CallKind]) -> MeasuredPass: ...
     def cost(self, /, *, host_bytes: SupportsIndex) -> PassCost:
         """
-        What the pass costs, with so many bytes of host memory to offload to.
+        The costs of the pass, with this many bytes of host memory to offload to.
         """
     def times(self, /) -> list[CallTimes]:
         """
@@ -521,7 +521,7 @@ class Optimizer:
         """
     def open_landing(self, /, table: SupportsIndex, bytes: SupportsGetItem[int, SupportsIndex]) -> None:
         """
-        Pin memory for the gradients of a table's tensors, so many bytes for each, where there is none yet.
+        Pin memory for the gradients of a table's tensors, with the given bytes for each, if there is none yet.
         """
     def open_ring(self, /, addr: SupportsIndex, owner: Any, stream: SupportsIndex) -> None:
         """
@@ -586,7 +586,7 @@ class PassCost:
         """
     def plan(self, /, budget_bytes: SupportsIndex | None, *, tokens: SupportsIndex, measured_tokens: SupportsIndex, store_gbps: SupportsFloat | SupportsIndex, fetch_gbps: SupportsFloat | SupportsIndex) -> ActivationPlan:
         """
-        Plan a pass of so many tokens, where costs were measured with others, over a link with these rates. Without a
+        Plan a pass of this many tokens from costs measured with another number, over a link with these rates. Without a
         budget the plan is the one that takes the least memory.
         """
     def to_json(self, /) -> str:
@@ -683,7 +683,7 @@ class Saved:
     @property
     def reason(self, /) -> str | None:
         """
-        Why an entry that was to leave stays.
+        Why an entry that was chosen to leave stays.
         """
     @property
     def save(self, /) -> int:

@@ -1,7 +1,7 @@
 """Torch's devices and streams: the only Python file that names a backend.
 
-A device has three names. Torch's own is a ``torch.device``; ``Tensor.get_device()`` gives an index, where -1 is the
-CPU; the engine takes a text. The CPU has no streams: work that torch was given there has ended.
+A device has three names. Torch's name is a ``torch.device``. ``Tensor.get_device()`` gives an index, where -1 is the
+CPU. The engine takes a string. The CPU has no streams: work on it has ended when torch returns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 GPU_TYPE = "cuda"
-"""What torch calls the type of a GPU that the engine can use."""
+"""Torch's name for the type of GPU that the engine can use."""
 SUPPORTED_TYPES = (GPU_TYPE, CPU.type)
 """The types of devices that the engine can use."""
 
@@ -50,7 +50,7 @@ def engine_name(device: torch.device) -> str:
 
 
 def default_device() -> torch.device:
-    """Return the device that a computation without tensors is taken to run on: the current GPU where there is one."""
+    """Return the device assumed for a computation without tensors: the current GPU, or the CPU if there is none."""
     return torch.device(GPU_TYPE, torch.cuda.current_device()) if torch.cuda.is_available() else CPU
 
 
@@ -64,13 +64,13 @@ def stream_handle(device: torch.device) -> int:
 
 
 def record_event(device: torch.device) -> Event:
-    """Return an event behind everything that the current stream of a GPU has been given so far."""
+    """Return an event behind all work that was submitted to the current stream of a GPU so far."""
     event: Event = torch.cuda.current_stream(device).record_event()
     return event
 
 
 def wait_event(device: torch.device, event: Event) -> None:
-    """Let the current stream of a GPU wait for an event before it does anything else."""
+    """Make the current stream of a GPU wait for an event."""
     torch.cuda.current_stream(device).wait_event(event)
 
 
@@ -81,12 +81,12 @@ def capturing() -> bool:
 
 
 def empty_cache() -> None:
-    """Return the blocks that torch's allocator caches to the driver; does nothing where no GPU is in use."""
+    """Return the blocks that torch's allocator caches to the driver; does nothing if no GPU is in use."""
     torch.cuda.empty_cache()
 
 
 def device_named(name: torch.device | str) -> torch.device:
-    """Return the device that an option names, with its index; refuses one that the engine cannot use."""
+    """Return the device that an option names, with its index; raise if the engine cannot use it."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -99,7 +99,7 @@ def device_named(name: torch.device | str) -> torch.device:
 
 
 def check_not_captured(device: torch.device, what: str) -> None:
-    """Refuse work while a CUDA graph is being captured: what the engine does would not be part of the graph."""
+    """Raise while a CUDA graph is being captured: the engine's work would not be part of the graph."""
     if is_gpu(device) and capturing():
         raise DeviceError(f"{what} cannot be captured into a CUDA graph; call it outside the capture")
 
@@ -117,7 +117,7 @@ def random_offset(device: torch.device) -> int | None:
 
 
 class Meter:
-    """Bytes that torch has allocated on a device, and the most since the last reset; unknown on the CPU."""
+    """Bytes that torch has allocated on a device, and their peak since the last reset; unknown on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -1,6 +1,6 @@
-"""Fingerprints of memory: whether a tensor still has the bits it had, without a copy of it.
+"""Fingerprints of memory: they show whether a tensor still has the same bits, without a copy of it.
 
-torch's version counters miss what is written through ``.data``, by a collective, by ``GradScaler.unscale_`` or by a
+torch's version counters do not count changes through ``.data``, by a collective, by ``GradScaler.unscale_`` or by a
 kernel that torch does not know.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 
 COLUMNS = 1021
-"""A prime, so that parts of the usual sizes that swap places do not land in the same sums."""
+"""A prime, so that parts of the usual sizes that swap places change the sums."""
 
 BEFORE, AFTER = 7, 15
 """The most elements before the first whole word and after the last word that is counted."""
 
 TOGETHER = 256
-"""Tensors that are compared at a time, to bound the memory that takes."""
+"""Tensors that are compared at a time; this limits the memory for the comparison."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -23,10 +23,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 class Fingerprint:
     """The sums of a dense tensor's bits, taken as 64-bit words, in ``COLUMNS`` columns.
 
-    One pass over the memory and a vector of 8 KiB, whatever the size. Sums of integers wrap around, so they do not
-    depend on the order in which a device adds. A word that changes changes its column; and in some column the number of
-    words is odd, so that signs which change in all of them do not cancel out. The fingerprint holds the memory: freed
-    memory could be changed and come back as another tensor's.
+    It takes one pass over the memory and a vector of 8 KiB for any size. Sums of integers wrap around, so they do not
+    depend on the order in which a device adds. If one word changes, the sum of its column changes. At least one column
+    has an odd number of words, so that a change of all signs does not cancel out. The fingerprint holds the memory:
+    freed memory could be reused by another tensor and changed.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ class Fingerprint:
 
     @classmethod
     def of_storage(cls, tensor: torch.Tensor) -> Fingerprint:
-        """Return the fingerprint of all memory of a tensor's storage, whatever the tensor's type."""
+        """Return the fingerprint of a tensor's whole storage; the tensor may have any type."""
         storage = tensor.untyped_storage()
         memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         found = cls(memory.set_(storage, 0, (storage.nbytes(),), (1,)))
@@ -70,15 +70,15 @@ class Fingerprint:
         return into
 
     def differs(self) -> torch.Tensor:
-        """Return whether the tensor has other bits now, as a tensor on its device: nothing is waited for."""
+        """Return whether the tensor has other bits now, as a tensor on its device, without waiting."""
         if self._storage is not None and self._storage.nbytes() != self._storage_bytes:
-            # Resized: its memory was given back, and must not be read.
+            # Resized: its memory was freed, and must not be read.
             return torch.ones((), dtype=torch.bool)
         return (self._add_up(_zeros(1, self.sums.device)[0]) != self.sums).any()
 
     @staticmethod
     def changed(fingerprints: list[Fingerprint]) -> list[bool]:
-        """Return whose tensor has other bits than it had. They are on one device, which this waits for once."""
+        """Return for each fingerprint whether its tensor has changed. All are on one device; waits for it once."""
         differ = []
         for first in range(0, len(fingerprints), TOGETHER):
             batch = fingerprints[first : first + TOGETHER]

@@ -1,8 +1,8 @@
 """Live tensors, which a save reads in place while training goes on, because its budget left no room for copies.
 
-They are written first. Until then, steps that would change them wait, and so does every other part of forebay that
-writes into them. Torch's version counters tell of any other change, and then the save fails: what it has read may be of
-two moments.
+Live tensors are written first. Until they are written, steps that would change them wait, and so does every other part
+of forebay that writes into them. Torch's version counters show any other change. The save then fails, because the bytes
+that it has read may be of two moments.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _waited: weakref.WeakKeyDictionary[torch.optim.Optimizer, float] = weakref.WeakK
 
 
 class Live:
-    """What one save reads in place.
+    """The tensors that one save reads in place.
 
     Parameters
     ----------
     tensors
         The tensors, by their names in the checkpoint.
     owners
-        The parameters and state of optimizers that these tensors are, by address.
+        Parameters and state of optimizers, by address; used to find the ones behind these tensors.
     optimizers
         The optimizers whose steps wait.
     """
@@ -54,7 +54,7 @@ class Live:
         self.stalls, self.stall_s = 0, 0.0
         self._versions = {name: self._version(tensor) for name, tensor in tensors.items()}
         gpus = {local(tensor).device for tensor in tensors.values() if is_gpu(local(tensor).device)}
-        # Work that the caller's streams have been given so far may still change the tensors.
+        # Work that was submitted to the caller's streams before the call may still change the tensors.
         self._points = {gpu: record_event(gpu) for gpu in gpus}
         if not tensors:
             self.written.set()
@@ -67,7 +67,7 @@ class Live:
             _of[one] = weakref.ref(self)
 
     def order(self) -> None:
-        """Let the current streams of the writing thread wait for the work that the caller's streams had at the call."""
+        """Make the writing thread's streams wait for work that the caller's streams had at the call."""
         for gpu, point in self._points.items():
             wait_event(gpu, point)
 
@@ -80,21 +80,21 @@ class Live:
         for name, tensor in self.tensors.items():
             if self._version(tensor) != self._versions[name]:
                 raise CheckpointError(
-                    f"{name} was changed while it was being saved, by something else than a step of its optimizer: it "
-                    f"has {local(tensor).nbytes} bytes, for which snapshot_budget_bytes left no room to copy them; use "
-                    "a larger budget, or wait for the save's result() before such a change"
+                    f"{name} was modified during the save, not by its optimizer; snapshot_budget_bytes was too small "
+                    f"to copy its {local(tensor).nbytes} bytes; use a larger budget, or wait for the save's result() "
+                    "before such a change"
                 )
 
     def finish(self) -> None:
-        """Let steps go on, and keep no tensor any longer."""
+        """Let steps continue, and release the tensors."""
         self.written.set()
         self.tensors, self._owners = {}, {}
 
     def _version(self, tensor: torch.Tensor) -> int:
-        """Return how often a tensor was changed, as torch counts it.
+        """Return how often a tensor was changed, by torch's version counters.
 
-        A state dict's tensor shares the count of its parameter. But a DTensor has two counts, its own and that of its
-        local tensor, and a state dict's DTensor shares only the first.
+        A tensor of a state dict shares the counter of its parameter. A DTensor has two counters, its own and that of
+        its local tensor, and a DTensor of a state dict shares only the first.
         """
         if tensor.is_inference():
             return 0

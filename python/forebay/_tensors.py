@@ -1,6 +1,6 @@
-"""Where tensors become numbers: addresses, lengths and types for the extension module.
+"""Tensors become numbers here: addresses, lengths and types for the extension module.
 
-The extension trusts what it is given, so everything it relies on is checked here: memory is dense, on the stated
+The extension trusts these numbers, so everything that it relies on is checked here: memory is dense, on the stated
 device, and held by the caller until the extension returns.
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from forebay._core import HostView
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Element types the kernels know, with their numbers."""
+"""Element types that the kernels support, with their numbers."""
 
 _DTYPE = operator.attrgetter("dtype")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -28,7 +28,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _TABLE: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 PIECE_ELEMENTS = 4 << 20
-"""Elements handled at a time where a whole tensor would need a second copy."""
+"""Elements handled at a time, so that no second copy of a whole tensor is needed."""
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
@@ -37,7 +37,7 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor with the bytes: a DTensor's local one, what a collective still makes, or the tensor itself.
+    """Return the tensor that has the bytes: a DTensor's local tensor, a collective's result, or the tensor itself.
 
     Reads the attribute instead of calling ``to_local``, which is differentiable and 25 times slower.
     """
@@ -47,7 +47,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     inner = tensor if inner is None else inner
     if type(inner) in _PLAIN:
         return inner  # type: ignore[no-any-return]
-    # The result of a functional collective waits for it at its first use, which this is.
+    # This is the first use of a functional collective's result, which waits for the collective.
     wait = getattr(inner, "trigger_wait", None)
     found: torch.Tensor = inner if wait is None else wait()
     return found
@@ -65,7 +65,7 @@ def is_placed_like(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
 def placed_like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Return a gradient that is sharded as its parameter is.
 
-    Sequence parallelism leaves the gradients of replicated weights as parts that are still to be summed.
+    With sequence parallelism, gradients of replicated weights are partial sums that are not reduced yet.
     """
     if is_placed_like(parameter, gradient):
         return gradient if is_dtensor(gradient) else local(gradient)
@@ -74,26 +74,26 @@ def placed_like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor
         kind = "a plain tensor" if ours is None else f"a DTensor over {ours.mesh}"
         raise OptionError(
             f"a parameter of shape {tuple(parameter.shape)} is {kind}, its gradient a DTensor over {theirs.mesh}; give "
-            "it a gradient like itself"
+            "it a gradient of the same kind"
         )
     placed: torch.Tensor = gradient.redistribute(placements=ours.placements)  # type: ignore[attr-defined]
     return placed
 
 
 def locals_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return ``local`` of each; the list itself where no DTensor is among them."""
+    """Return ``local`` of each; the list itself if it has no DTensor."""
     if set(map(type, tensors)) <= set(_PLAIN):
         return tensors
     return [local(tensor) for tensor in tensors]
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one stretch of memory without gaps or overlaps, in whatever order."""
+    """Whether the elements fill one range of memory without gaps or overlaps, in any order."""
     return tensor.is_contiguous() or torch._debug_has_internal_overlap(tensor) == 0
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Return the address of the first element; 1 for an empty tensor, since 0 stands for no tensor at all."""
+    """Return the address of the first element; 1 for an empty tensor, because 0 means no tensor."""
     return tensor.data_ptr() or 1
 
 
@@ -103,10 +103,10 @@ def storage_address(storage: torch.UntypedStorage) -> int:
 
 
 def look(tensors: list[torch.Tensor]) -> Looked:
-    """Look at each tensor; a KeyError for a type that the kernels do not know.
+    """Read addresses, types, devices and lengths; raises a KeyError for a type that the kernels do not support.
 
-    Where torch has DLPack's table of C functions, each tensor costs one call in Rust instead of five from here, and no
-    number becomes an object of Python's.
+    If torch has DLPack's table of C functions, each tensor costs one call in Rust instead of five from here, and no
+    number becomes a Python object.
     """
     found = _core.look(tensors, _TABLE, _PLAIN) if _TABLE is not None else None
     if found is not None:
@@ -123,15 +123,15 @@ def look(tensors: list[torch.Tensor]) -> Looked:
 def look_with_gradients(
     parameters: list[torch.Tensor],
 ) -> tuple[list[torch.Tensor], list[int] | None, Looked, Looked] | None:
-    """Return the gradients, the places of the parameters that have one, and a look at both.
+    """Return the gradients, the places of the parameters that have one, and ``look`` of parameters and gradients.
 
-    The places are None where all parameters have one; everything is None where it has to be done tensor by tensor.
+    The places are None if all parameters have a gradient. Returns None if the tensors must be read one by one.
     """
     return _core.look_with_gradients(parameters, _TABLE, _PLAIN) if _TABLE is not None else None
 
 
 def addresses(tensors: list[torch.Tensor]) -> list[int]:
-    """Return ``address`` of each, and refuse a tensor whose memory was taken away."""
+    """Return ``address`` of each; raise if a tensor's storage was emptied."""
     found = list(map(torch.Tensor.data_ptr, tensors))
     if all(found):
         return found
@@ -141,7 +141,7 @@ def addresses(tensors: list[torch.Tensor]) -> list[int]:
 
 
 def dtype_numbers(tensors: list[torch.Tensor]) -> list[int]:
-    """Return the number of each tensor's type; a KeyError for a type that the kernels do not know."""
+    """Return the number of each tensor's type; raises a KeyError for a type that the kernels do not support."""
     dtypes = list(map(_DTYPE, tensors))
     found = set(dtypes)
     if len(found) == 1:
@@ -150,12 +150,12 @@ def dtype_numbers(tensors: list[torch.Tensor]) -> list[int]:
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the strides of state for a tensor: its own, or the contiguous ones where it is not dense."""
+    """Return the strides of state for a tensor: its own, or contiguous ones if it is not dense."""
     return tensor.stride() if is_dense(tensor) else torch.empty(tensor.shape, device="meta").stride()
 
 
 def in_order(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """Return a tensor with the same values and these strides, itself where it has them already."""
+    """Return a tensor with the same values and these strides; the tensor itself if it has them already."""
     if tensor.stride() == strides or tensor.numel() <= 1:
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
@@ -169,7 +169,7 @@ def host_tensor(view: HostView, like: torch.Tensor) -> torch.Tensor:
     view
         The memory. The tensor keeps it, and with it the slab, alive.
     like
-        The (local) parameter whose shape and strides to take. Where it is not dense, the tensor is contiguous.
+        The (local) parameter whose shape and strides to use. If it is not dense, the tensor is contiguous.
     """
     if like.numel() == 0:
         return torch.empty_strided(like.shape, like.stride(), dtype=torch.float32, device=CPU)
@@ -178,10 +178,10 @@ def host_tensor(view: HostView, like: torch.Tensor) -> torch.Tensor:
 
 
 def state_like(parameter: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """Return ``data`` as state of a parameter: as it is, or as a DTensor where the parameter is one.
+    """Return ``data`` as state of a parameter: unchanged, or as a DTensor if the parameter is one.
 
-    The DTensor is made with the constructor: ``from_local`` would move the data to the mesh's device. What a parameter
-    carries to describe uneven shards to ``torch.distributed.checkpoint`` is carried over.
+    The DTensor is made with the constructor: ``from_local`` would move the data to the mesh's device. Attributes of the
+    parameter that describe uneven shards to ``torch.distributed.checkpoint`` are copied.
     """
     if not is_dtensor(parameter):
         return data
@@ -198,7 +198,7 @@ def state_like(parameter: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 
 
 def describe_like(described: torch.Tensor, other: Any) -> None:
-    """Carry over what a DTensor has to describe uneven shards to ``torch.distributed.checkpoint``, if it has any."""
+    """Copy the attributes of a DTensor that describe uneven shards to ``torch.distributed.checkpoint``."""
     for name in ("__create_chunk_list__", "__create_write_items__"):
         if hasattr(local(described), name):
             setattr(local(other), name, getattr(local(described), name))
@@ -207,9 +207,9 @@ def describe_like(described: torch.Tensor, other: Any) -> None:
 
 
 def follow_weight(master: torch.Tensor, weight: torch.Tensor) -> None:
-    """Give every element of a master whose rounding is not the weight the weight's value.
+    """Set each element of a master to the weight's value if its rounding differs from the weight.
 
-    Goes in pieces of a few MiB, so that neither side ever holds a second copy.
+    Works in pieces of a few MiB, so that neither side holds a second copy.
     """
     weight = in_order(weight, master.stride())
     flat_master = torch.as_strided(master, (master.numel(),), (1,))
@@ -221,7 +221,7 @@ def follow_weight(master: torch.Tensor, weight: torch.Tensor) -> None:
 
 
 def check_parameter(parameter: torch.Tensor, name: str, taker: str) -> None:
-    """Refuse a parameter that the kernels cannot update; ``taker`` is the optimizer's name."""
+    """Raise if the kernels cannot update a parameter; ``taker`` is the optimizer's name."""
     inner = local(parameter)
     if inner.layout != torch.strided:
         raise OptionError(f"{name} has layout {inner.layout}; {taker} takes dense parameters only")
@@ -234,13 +234,13 @@ def check_parameter(parameter: torch.Tensor, name: str, taker: str) -> None:
 
 
 def check_overlap(tensor: torch.Tensor, name: str) -> None:
-    """Refuse a tensor that cannot be written element by element."""
+    """Raise if a tensor cannot be written element by element."""
     if torch._debug_has_internal_overlap(tensor) == 1:
         raise OptionError(f"{name} has elements that share memory, as expand makes them; make it contiguous")
 
 
 def check_memory(tensor: torch.Tensor, name: str) -> None:
-    """Refuse a tensor whose memory was taken away, or that never had any of its own."""
+    """Raise if a tensor's storage was emptied, or if it never had memory of its own."""
     if not tensor.numel():
         return
     try:
@@ -252,11 +252,11 @@ def check_memory(tensor: torch.Tensor, name: str) -> None:
             f"{name} is a {type(tensor).__name__}; forebay's optimizers take plain tensors and DTensors of them"
         )
     if not found:
-        raise OptionError(f"{name} has no memory; give it back before the step")
+        raise OptionError(f"{name} has an empty storage; restore its memory before the step")
 
 
 def check_gradient(parameter: torch.Tensor, gradient: torch.Tensor, name: str, taker: str) -> None:
-    """Refuse a gradient that the kernels cannot read; ``taker`` is the optimizer's name."""
+    """Raise if the kernels cannot read a gradient; ``taker`` is the optimizer's name."""
     if gradient.layout != torch.strided:
         raise OptionError(
             f"{name} has a gradient of layout {gradient.layout}; {taker} takes dense gradients only, "
@@ -279,11 +279,11 @@ def bump_versions(tensors: list[torch.Tensor]) -> None:
 
 
 def total_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return the norm of all tensors as one vector; of DTensors all of them counts, on whatever rank it is.
+    """Return the norm of all tensors as one vector; DTensors count with all shards, on all ranks.
 
     torch takes the norm of plain tensors or of DTensors on one mesh; a model may have both, and several meshes. And
-    torch rounds the norm of half-precision tensors to their type, which is off by up to 0.4 % in bf16 and overflows in
-    f16 from 65520 on; here it is f32.
+    torch rounds the norm of half-precision tensors to their type: the error is up to 0.4 % in bf16, and f16 overflows
+    from 65520 on. Here the norm is f32.
     """
     kinds: dict[Any, list[torch.Tensor]] = {}
     for tensor in tensors:

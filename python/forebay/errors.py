@@ -1,8 +1,7 @@
-"""What forebay raises.
+"""The exceptions that forebay raises.
 
-Every exception is an :class:`Error`, and the ones that have a counterpart among the built-in exceptions
-are that too, so that ``except MemoryError`` works. The extension module raises these classes; the
-numbers are attributes, not only text.
+Every exception is an :class:`Error`. An exception with a built-in counterpart is a subclass of it too, so that ``except
+MemoryError`` works. The extension module also raises these classes. Numbers are attributes, not only text.
 """
 
 __all__ = [
@@ -18,32 +17,32 @@ __all__ = [
 
 
 class Error(RuntimeError):
-    """The base of everything that forebay raises on purpose."""
+    """The base class of all forebay errors."""
 
 
 class DeviceError(Error):
-    """The device is absent, unfit or has failed.
+    """The device is absent or not supported, or has failed.
 
-    No device of that number, a driver that is too old, kernels that the driver refused, a stream that
-    failed, or a device used in a forked child.
+    For example: no device of that number, a driver that is too old, kernels that the driver does not accept, a stream
+    that failed, or a device used in a forked child.
     """
 
 
 class OutOfMemoryError(Error, MemoryError):
-    """Device memory or the budget of pinned host memory does not suffice.
+    """There is not enough device memory, or the budget of pinned host memory is too small.
 
-    Nothing was allocated, and what was allocated before is untouched.
+    Nothing was allocated. Earlier allocations are not affected.
 
     Parameters
     ----------
     message
-        What was asked for, and what would help.
+        The request, and the remedy.
     requested_bytes
-        The size that was asked for.
+        The requested size.
     available_bytes
-        What was free at that moment.
+        The free bytes at that moment.
     limit_bytes
-        The whole of it: the device's capacity, the pinned budget, or the host's memory.
+        The total: the device's capacity, the pinned budget, or the host's memory.
     """
 
     requested_bytes: int
@@ -69,7 +68,7 @@ class OutOfMemoryError(Error, MemoryError):
 
 
 class OptionError(Error, ValueError):
-    """An option or an argument has a value that cannot work; the message names the remedy."""
+    """An option or an argument has an invalid value; the message names the remedy."""
 
 
 class StorageError(Error, OSError):
@@ -80,7 +79,7 @@ class StorageError(Error, OSError):
     message
         The call that failed, and why.
     errno
-        The system's error number, where there is one.
+        The system's error number, if there is one.
     """
 
     def __init__(self, message: str, *, errno: int | None = None) -> None:
@@ -89,20 +88,20 @@ class StorageError(Error, OSError):
         self.errno = errno
 
     def __reduce__(self) -> tuple[object, ...]:
-        # `errno` is a slot of OSError's, so it is not in `__dict__`.
+        # `errno` is a slot of OSError, so it is not in `__dict__`.
         return (_storage, (str(self), self.errno))
 
 
 class CheckpointError(Error, ValueError):
-    """A checkpoint is incomplete, damaged or another model's; the message names the file and the reason."""
+    """A checkpoint is incomplete, damaged or of another model; the message names the file and the reason."""
 
 
 class AsleepError(Error):
-    """A model or an optimizer was used while what it needs sleeps; the message names the remedy."""
+    """A model or an optimizer was used while its tensors are asleep; the message names the remedy."""
 
 
 class InternalError(Error):
-    """A defect in forebay itself: a panic in the Rust core. The message is the panic's."""
+    """A defect in forebay itself: a panic in the Rust core. The message is that of the panic."""
 
 
 def _out_of_memory(message: str, numbers: dict[str, int]) -> OutOfMemoryError:

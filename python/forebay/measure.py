@@ -14,8 +14,8 @@ def backends() -> dict[str, Any]:
     Returns
     -------
     dict
-        ``devices``, a list of names as ``probe`` takes them, and ``problems``, the reason for each backend that does
-        not work here.
+        ``devices``, a list of names for ``probe``, and ``problems``, the reason for each backend that does not work on
+        this machine.
     """
     devices, problems = _core.backends()
     return {"devices": devices, "problems": dict(problems)}
@@ -27,7 +27,7 @@ def probe(device: str | None = None) -> dict[str, Any]:
     Parameters
     ----------
     device
-        ``"cpu"``, ``"cuda"`` or ``"cuda:N"``; by default the first GPU, or the CPU where there is none.
+        ``"cpu"``, ``"cuda"`` or ``"cuda:N"``; by default the first GPU, or the CPU if there is no GPU.
     """
     result: dict[str, Any] = json.loads(_core.probe(device))
     return result

@@ -6,7 +6,7 @@
 //! - Results are data. Every result is a struct with named units that can be serialised. Callers print it.
 //! - Rates are decimal: GB/s are 10^9 bytes per second, Gparam/s are 10^9 parameters per second. Sizes are bytes.
 //! - A time is a median, after at least one repetition that does not count.
-//! - What is compared runs in one process, in turns, so that both meet the same machine.
+//! - Things that are compared run in one process, in turns, so that both have the same machine.
 //! - A benchmark of the step also checks the bits it computed and reports how many values differ.
 //! - Long measurements report their progress to a [`Progress`].
 //!
@@ -39,7 +39,7 @@ use forebay::error::Result;
 
 /// Receives the progress of a long measurement.
 pub trait Progress {
-    /// A phase of the measurement begins, with so many steps.
+    /// A phase of the measurement begins, with this many steps.
     fn begin(&mut self, what: &str, steps: u64);
     /// One step of the phase is done.
     fn advance(&mut self);

@@ -62,7 +62,7 @@ impl Model {
         Ok(Self { name: name.to_owned(), tensors })
     }
 
-    /// A transformer of exactly so many parameters, wide enough to have about a dozen layers.
+    /// A transformer of exactly this many parameters, wide enough to have about a dozen layers.
     pub fn synthetic(params: u64) -> Result<Self> {
         if params == 0 {
             return Err(Error::InvalidOption {

@@ -48,8 +48,8 @@ impl StepBenchOptions {
         }))
     }
 
-    /// Made-up shapes with so many parameters. What can never fit is refused before the shapes are made: their list
-    /// alone might not fit either.
+    /// Synthetic shapes with this many parameters. Sizes that can never fit are refused before the shapes are made:
+    /// their list alone might not fit either.
     pub fn synthetic(device: &SharedDevice, params: u64, slot_bytes: u64, slots: usize) -> Result<Self> {
         check_fit(device, params, slot_bytes, slots)?;
         Ok(Self { slot_bytes, slots, ..Self::new(Model::synthetic(params)?) })
@@ -113,7 +113,7 @@ pub struct StepBench {
     pub exactness: Option<Exactness>,
     /// Exactness with every tensor cut and the ring wrapped at least three times.
     pub cut_exactness: Exactness,
-    /// The trace of one more step, if asked for.
+    /// The trace of one more step, if requested.
     #[serde(skip)]
     pub trace: Option<Trace>,
 }

@@ -85,7 +85,7 @@ pub(crate) struct DeviceChoice {
     /// cpu, cuda or cuda:N [default: the first GPU, or the CPU where there is none]
     #[arg(long)]
     pub(crate) device: Option<String>,
-    /// Simulate a link of so many GB/s each way on the CPU backend
+    /// Simulate a link of this many GB/s each way on the CPU backend
     #[arg(long, value_parser = positive)]
     pub(crate) link_gbps: Option<f64>,
     /// Let both ways of the simulated link share its rate
@@ -102,7 +102,7 @@ impl DeviceChoice {
 /// The ring on the device.
 #[derive(Debug, Args)]
 pub(crate) struct RingArgs {
-    /// Bytes of one slot, all kinds of state together: 16777216 or 16MiB
+    /// Bytes of one slot, for all columns of state together: 16777216 or 16MiB
     #[arg(long, default_value = "16MiB", value_parser = bytes)]
     pub(crate) chunk_bytes: u64,
     /// Slots in the ring
@@ -115,7 +115,7 @@ pub(crate) struct PlanStepArgs {
     /// Shapes of a public model [default: qwen2.5-3b]
     #[arg(long, value_parser = PossibleValuesParser::new(Model::names()), conflicts_with = "params")]
     pub(crate) model: Option<String>,
-    /// Synthetic shapes with so many parameters: 40000000, 40e6 or 40M
+    /// Synthetic shapes with this many parameters: 40000000, 40e6 or 40M
     #[arg(long, value_parser = count)]
     pub(crate) params: Option<u64>,
     /// Type of the weights and gradients; half types have f32 master weights
@@ -126,7 +126,7 @@ pub(crate) struct PlanStepArgs {
     pub(crate) rule: String,
     #[command(flatten)]
     pub(crate) ring: RingArgs,
-    /// A wire of so many GB/s each way: prints the shortest step that it allows
+    /// A wire of this many GB/s each way: prints the shortest step that it allows
     #[arg(long, value_parser = positive)]
     pub(crate) wire_gbps: Option<f64>,
     #[command(flatten)]
@@ -140,7 +140,7 @@ pub(crate) struct StepArgs {
     /// Shapes of a public model [default on a GPU: qwen2.5-3b]
     #[arg(long, value_parser = PossibleValuesParser::new(Model::names()), conflicts_with = "params")]
     pub(crate) model: Option<String>,
-    /// Synthetic shapes with so many parameters: 40000000, 40e6 or 40M [default on the CPU: 40M]
+    /// Synthetic shapes with this many parameters: 40000000, 40e6 or 40M [default on the CPU: 40M]
     #[arg(long, value_parser = count)]
     pub(crate) params: Option<u64>,
     #[command(flatten)]

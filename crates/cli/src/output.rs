@@ -129,7 +129,7 @@ fn hint(error: &Error) -> &'static str {
             "use a smaller --model, --params, --slots or --chunk-bytes, or free memory on the device"
         }
         device::Error::OutOfPinnedBudget { .. } | device::Error::SlabLargerThanMemory { .. } => {
-            "use a smaller --model or --params: the state takes 8 bytes of host memory for each parameter"
+            "use a smaller --model or --params: the state of AdamW and Adam takes 8 bytes of host memory per parameter"
         }
         device::Error::KernelsRefused { .. } => {
             "this GPU or driver cannot run the kernels; forebay needs compute 8.0 or newer"

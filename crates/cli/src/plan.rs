@@ -134,7 +134,7 @@ fn check_size(params: u64, columns: &[Column], chunk_bytes: u64, slots: usize) -
         return Err(Error::InvalidOption {
             option: "slots",
             value: slots.to_string(),
-            remedy: format!("no device has memory for so many slots of {chunk_bytes} bytes"),
+            remedy: format!("no device has memory for this many slots of {chunk_bytes} bytes"),
         });
     }
     let state_bytes = params.saturating_mul(state_bytes(columns, 1));

@@ -1,8 +1,8 @@
 //! Everything that can go wrong on a device, as one enum.
 //!
-//! Each variant carries the numbers a user needs to act: how many bytes were asked for, how many there are, and where
-//! the sentence alone would not do, the remedy. The enum is exhaustive on purpose: the Python binding maps it in one
-//! `match` and must be looked at again when a variant is added.
+//! Each variant carries the numbers that a user needs to act: the bytes requested and the bytes available, and the
+//! remedy if it is not obvious. The enum is exhaustive on purpose: the Python binding maps it in one `match`, which
+//! does not compile until it handles a new variant.
 
 /// The result of a device call.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -10,10 +10,10 @@ pub type Result<T> = std::result::Result<T, Error>;
 /// Why a device call failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    /// The backend or the device asked for is not on this machine.
+    /// The requested backend or device is not on this machine.
     #[error("device {device} is not available: {reason}")]
     DeviceAbsent {
-        /// The device as it was asked for, `cuda:0` for example.
+        /// The name of the requested device, `cuda:0` for example.
         device: String,
         /// What was looked for and not found.
         reason: String,

@@ -1,7 +1,7 @@
 //! Host memory to and from files, with no copy of our own in between.
 //!
 //! As with [`crate::Device::read`] and [`crate::Device::write`], the caller has waited for the work that uses the memory.
-//! Bytes that somebody changes meanwhile arrive in an unspecified mixture; a checksum finds that.
+//! If the bytes change meanwhile, the result is an unspecified mixture of old and new; a checksum detects that.
 
 use std::fs::File;
 use std::io::{Error, ErrorKind, Result};

@@ -1,9 +1,9 @@
-//! The host's own threads: updates of host memory, next to whatever the device does.
+//! The host's own threads: updates of host memory, while the device works.
 //!
-//! A pool is made once and serves any number of devices' memory. Work is cut by bytes into shares of
-//! [`SHARE_ELEMENTS`] elements or more, whatever the tensors' sizes, and the threads take share after share, from one
-//! piece of work on to the next without meeting in between. Threads sleep while there is nothing to do, and each may run
-//! on any core of the process: torch has threads of its own, and the system knows best who runs where.
+//! A pool is made once and serves the memory of any number of devices. Work is cut by bytes into shares of
+//! [`SHARE_ELEMENTS`] elements or more, independent of the sizes of tensors. The threads take share after share, and go
+//! from one piece of work to the next without a barrier. Threads sleep while there is nothing to do. Each may run on
+//! any core of the process: torch has threads of its own, and the system's scheduler places all of them.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -23,7 +23,7 @@ const SHARE_ELEMENTS: usize = 32 << 10;
 /// Elements of the largest one. A core has to find its streams anew in every share.
 const MOST_SHARE_ELEMENTS: usize = 256 << 10;
 
-/// Elements of the next share, when so many are left for so many threads: large at first, small at last.
+/// Elements of the next share, given the elements left and the number of threads: large at first, small at last.
 fn share_elements(left: usize, threads: usize) -> usize {
     (left / (4 * threads.max(1))).clamp(SHARE_ELEMENTS, MOST_SHARE_ELEMENTS)
 }
@@ -34,9 +34,9 @@ const CUT_ELEMENTS: usize = 64;
 /// How to make the pool.
 #[derive(Debug, Clone, Default)]
 pub struct HostOptions {
-    /// How many threads; as many as this process has cores where not given.
+    /// The number of threads; by default one for each core of this process.
     pub threads: Option<usize>,
-    /// Which kernel: `portable`, `avx2` or `avx512`; the best that this CPU has where not given.
+    /// Which kernel: `portable`, `avx2` or `avx512`; by default the best that this CPU has.
     pub kernel: Option<String>,
 }
 

@@ -25,7 +25,7 @@ impl Dtype {
     }
 }
 
-/// Everything a device can compute. Operands lie on the device, whatever the backend.
+/// Everything a device can compute. Operands lie on the device, with every backend.
 #[derive(Debug, Clone)]
 pub enum Kernel<'a> {
     /// Sets every byte.

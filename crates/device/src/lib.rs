@@ -94,7 +94,7 @@ fn unknown(name: &str) -> Error {
 pub struct BackendStatus {
     /// The backend.
     pub backend: Backend,
-    /// Its devices, as [`open`] takes them; empty where it does not work.
+    /// Its devices, as [`open`] takes them; empty if the backend does not work.
     pub devices: Vec<String>,
     /// Why it does not work.
     pub problem: Option<Error>,
@@ -112,7 +112,7 @@ pub fn backends() -> Vec<BackendStatus> {
     ]
 }
 
-/// The first GPU, or the CPU backend where no GPU works.
+/// The first GPU, or the CPU backend if no GPU works.
 pub fn open_default() -> Result<SharedDevice> {
     match cuda::device_count() {
         Ok(count) if count > 0 => open("cuda:0"),

@@ -1,8 +1,8 @@
 //! Memory that a device can reach: buffers on it, page-locked slabs beside it, and ranges of either.
 //!
-//! A [`Buffer`] is an address, a length and an owner that frees it; clones share the owner, so memory lives as long as
-//! anything, including work queued on a CPU stream, still names it. Nothing here hands out a reference into the bytes:
-//! the device writes them behind the compiler's back. Bytes are reached through [`crate::Device::copy`],
+//! A [`Buffer`] is an address, a length and an owner that frees it. Clones share the owner, so memory lives as long as
+//! anything still uses it, including work queued on a CPU stream. Nothing here returns a reference into the bytes,
+//! because the device may write them at any time. Bytes are reached through [`crate::Device::copy`],
 //! [`crate::Device::launch`], and for host memory [`crate::Device::read`] and [`crate::Device::write`].
 
 use std::any::Any;

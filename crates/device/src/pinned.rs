@@ -7,7 +7,7 @@
 //!
 //! [Note: huge pages are probed] Transparent huge pages speed faulting and registering up on some machines and slow
 //! them down on others. The first [`PROBE_BYTES`] of a large slab are faulted in with them, the next without, and the
-//! faster way is used for the rest. The probe faults memory that is needed anyway, so it costs next to nothing.
+//! faster way is used for the rest. The probe faults memory that is needed anyway, so it costs almost nothing.
 
 use std::time::Instant;
 

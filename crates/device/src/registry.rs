@@ -1,11 +1,11 @@
 //! The devices of this process: one for each name, opened at its first use and kept until the process ends.
 //!
-//! Everybody who asks for `cuda:0` gets the same device: one context, and its kernels loaded once. It is never closed,
-//! because closing drains the context, and another user's step may be under way there.
+//! Every caller that opens `cuda:0` gets the same device: one context, and its kernels loaded once. It is never closed,
+//! because closing drains the context, and another user's step may be running there.
 //!
-//! [Note: the registry after a fork] Devices do not work in a forked child, and the registry's lock may have been held by
-//! a thread that the child does not have. So a child never touches its parent's registry: it makes one of its own, and
-//! opens devices of its own.
+//! [Note: the registry after a fork] Devices do not work in a forked child, and the registry's lock may have been held
+//! by a thread that the child does not have. So a child never touches its parent's registry: it makes its own registry
+//! and opens its own devices.
 
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Mutex, PoisonError};

@@ -1,17 +1,19 @@
 //! Worker threads: on the cores of the process and with IEEE arithmetic, whichever thread starts them.
 //!
-//! A thread inherits its cores and how it rounds from the one that starts it, and that one is the user's.
-//! `torch.set_flush_denormal(True)` makes it lose small numbers; an update would then depend on when its threads were
-//! started, and differ from the GPU's. And OpenMP may have bound it to a single core.
+//! A thread inherits its cores and its floating-point mode from the thread that starts it, which is the user's. If the
+//! user called `torch.set_flush_denormal(True)`, the new thread would flush denormals: an update would depend on when
+//! its threads were started, and differ from the GPU's update. And OpenMP may have bound the user's thread to a single
+//! core.
 //!
-//! [Note: bound by OpenMP] With `OMP_PROC_BIND`, `OMP_PLACES` or the like in the environment, OpenMP's library binds the
-//! thread that loads it to the first of its places, and its own threads to the others. The places were cut out of what
-//! the process was given when it was started, and the library reports them. So where the calling thread's cores lie within
-//! one place, all places are taken. Cores that were chosen in any other way (`taskset`, a launcher, a call) are kept to.
+//! [Note: bound by OpenMP] With `OMP_PROC_BIND`, `OMP_PLACES` or the like in the environment, OpenMP's library binds
+//! the thread that loads it to the first of its places, and its own threads to the others. The places together are the
+//! cores that the process had when it was started, and the library reports them. So if the calling thread's cores lie
+//! within one place, worker threads use all places. Cores that were chosen in any other way (`taskset`, a launcher, a
+//! call) are respected.
 //!
-//! [Note: threads after a fork] A forked child inherits handles of threads that it does not have. The C library's record of
-//! a thread lies at the end of the thread's stack, and the child reuses or unmaps the stacks of missing threads. Joining
-//! or detaching one there reads freed memory, so [`ThreadHandle`] forgets it instead.
+//! [Note: threads after a fork] A forked child inherits handles of threads that it does not have. The C library's
+//! record of a thread lies at the end of the thread's stack, and the child reuses or unmaps the stacks of missing
+//! threads. Joining or detaching such a thread reads freed memory, so [`ThreadHandle`] forgets it instead.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
@@ -21,7 +23,7 @@ use crate::error::{Error, Result};
 /// Cores on which threads are started.
 #[derive(Debug, Clone, Copy)]
 pub struct Cores {
-    /// Nothing where the system did not say: threads then run where their starter does.
+    /// `None` if the system did not report them: threads then run on the cores of the thread that starts them.
     set: Option<libc::cpu_set_t>,
 }
 
@@ -34,7 +36,7 @@ impl Cores {
         Self { set: Some(if bound { places.iter().fold(own, |all, place| union(&all, place)) } else { own }) }
     }
 
-    /// How many threads they can run at once: as many as they are, or fewer where the control group's quota says so.
+    /// How many threads can run at once: the number of cores, or less if the control group has a smaller quota.
     pub fn count(&self) -> usize {
         let count = || std::thread::available_parallelism().map_or(1, usize::from);
         // The standard library counts for the thread that asks.
@@ -147,7 +149,7 @@ fn set_of(cores: impl Iterator<Item = usize>) -> libc::cpu_set_t {
     set
 }
 
-/// The places of every OpenMP library in this process; none where it binds no threads.
+/// The places of every OpenMP library in this process; empty if it binds no threads.
 fn openmp_places() -> Vec<libc::cpu_set_t> {
     openmp_libraries()
         .iter()
@@ -236,7 +238,7 @@ impl Drop for OpenMp {
     }
 }
 
-/// Small numbers are kept, and rounding is to nearest: what the arithmetic is written for, and what Rust takes for granted.
+/// Keep denormals, and round to nearest: the arithmetic is written for this mode, and Rust assumes it.
 fn round_as_written() {
     #[cfg(target_arch = "x86_64")]
     {

@@ -1,4 +1,4 @@
-//! What can go wrong in the engine: a device's error, with the engine's own beside it.
+//! The errors of the engine: a device's error, or one of the engine's own.
 
 use forebay_device as device;
 
@@ -32,17 +32,17 @@ pub enum Error {
     /// The system refused a file or a folder.
     #[error("cannot {action} {path}: {text}")]
     File {
-        /// What was to be done with it.
+        /// The operation that failed.
         action: &'static str,
         /// The file or folder.
         path: String,
-        /// `errno`, where there is one.
+        /// `errno`, if there is one.
         errno: Option<i32>,
         /// The system's description.
         text: String,
     },
     /// State that a load or a step left half written.
-    #[error("the optimizer cannot be stepped: {reason}; load a checkpoint that is whole, and the model's with it")]
+    #[error("the optimizer cannot be stepped: {reason}; load a complete checkpoint of optimizer and model")]
     Distrusted {
         /// What broke off, and with what.
         reason: String,

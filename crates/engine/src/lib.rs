@@ -6,11 +6,11 @@
 //! - [`memory`] pins slabs and allocates rings: once, exact, counted.
 //! - [`flow`] moves chunks through the ring: fetch, update, store.
 //! - [`optimizer`] owns an optimizer's state and updates it at every placement; its inner loop is in `streamed.rs`.
-//! - [`checkpoint`] writes state to files from where it lies and reads it back into place.
+//! - [`checkpoint`] writes state to files without a copy and reads it back into place.
 //! - [`snapshot`] keeps the state of one moment for a save while steps go on.
 //! - [`sleep`] puts whole storages into slabs and brings them back.
-//! - [`activations`] moves saved tensors out under the forward pass and back under the backward pass.
-//! - [`trace`] says what happened when.
+//! - [`activations`] moves saved tensors out during the forward pass and back during the backward pass.
+//! - [`trace`] holds timed spans of the stages.
 //!
 //! # Refusals
 //! No `unsafe`: it lives in `forebay-device`. No Python and no terminal: those are crates of their own. No collectives:

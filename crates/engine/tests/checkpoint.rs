@@ -294,7 +294,7 @@ fn a_save_that_is_dropped_leaves_the_last_one() {
 fn two_saves_to_one_path_at_once_are_refused() {
     let path = Folder::new();
     let first = Saving::begin(&path).unwrap();
-    assert!(Saving::begin(&path).unwrap_err().to_string().contains("another save to this path is under way"));
+    assert!(Saving::begin(&path).unwrap_err().to_string().contains("another save to this path is running"));
     assert!(first.folder().is_dir(), "the second one must not clean the first one up");
     drop(first);
     Saving::begin(&path).unwrap();

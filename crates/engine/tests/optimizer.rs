@@ -120,7 +120,7 @@ fn distrust_lasts_until_trust(on: &Subject) {
     let before = rig.outcome();
     rig.optimizer.distrust("a load broke off");
     let said = rig.step(0).unwrap_err().to_string();
-    assert!(said.starts_with("the optimizer cannot be stepped: a load broke off; load a checkpoint"), "{said}");
+    assert!(said.starts_with("the optimizer cannot be stepped: a load broke off; load a complete"), "{said}");
     assert!(rig.outcome() == before);
     rig.optimizer.trust();
     rig.steps(1);

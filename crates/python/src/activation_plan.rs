@@ -195,7 +195,7 @@ impl MeasuredPass {
             .collect())
     }
 
-    /// What the pass costs, with so many bytes of host memory to offload to.
+    /// The costs of the pass, with this many bytes of host memory to offload to.
     #[pyo3(signature = (*, host_bytes))]
     fn cost(&self, py: Python<'_>, host_bytes: u64) -> PyResult<PassCost> {
         guard::run(py, || Ok(PassCost(self.0.cost(0.0, 0.0, host_bytes))))
@@ -256,7 +256,7 @@ impl PassCost {
         self.0.layers.iter().cloned().map(LayerCost).collect()
     }
 
-    /// Plan a pass of so many tokens, where costs were measured with others, over a link with these rates. Without a
+    /// Plan a pass of this many tokens from costs measured with another number, over a link with these rates. Without a
     /// budget the plan is the one that takes the least memory.
     #[pyo3(signature = (budget_bytes, *, tokens, measured_tokens, store_gbps, fetch_gbps))]
     fn plan(
@@ -373,8 +373,8 @@ impl ActivationPlan {
         self.0.explain()
     }
 
-    /// The same plan with predictions corrected by what earlier passes showed: their peak exceeded the predicted one by
-    /// so many bytes, and they took `pace` times the predicted time.
+    /// The same plan with predictions corrected by the measurements of earlier passes: their peak exceeded the predicted
+    /// peak by this many bytes, and they took `pace` times the predicted time.
     #[pyo3(signature = (*, budget_bytes, excess_bytes, pace))]
     fn corrected(&self, budget_bytes: u64, excess_bytes: i64, pace: f64) -> Self {
         Self(self.0.corrected(budget_bytes, excess_bytes, pace))

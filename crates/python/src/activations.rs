@@ -47,7 +47,7 @@ pub(crate) struct Saved {
     leaves: bool,
     /// Entries whose sources may be freed now.
     freed: Vec<u64>,
-    /// Why an entry that was to leave stays.
+    /// Why an entry that was chosen to leave stays.
     reason: Option<String>,
 }
 
@@ -132,7 +132,7 @@ impl Activations {
         })
     }
 
-    /// Pin so many bytes ahead of use.
+    /// Pin this many bytes ahead of use.
     fn reserve(&self, py: Python<'_>, bytes: u64) -> PyResult<()> {
         guard::run(py, || self.offload.reserve(bytes))
     }

@@ -47,7 +47,7 @@ fn device_to_py(py: Python<'_>, error: &Device, text: &str) -> PyErr {
     }
 }
 
-/// A defect of forebay's own.
+/// A defect in forebay itself.
 pub(crate) fn internal(py: Python<'_>, text: &str) -> PyErr {
     plain(py, "InternalError", text)
 }

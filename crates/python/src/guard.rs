@@ -1,4 +1,4 @@
-//! The door between Python and the engine: what every blocking or failing entry point goes through.
+//! The door between Python and the engine: every entry point that can block or fail goes through it.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};

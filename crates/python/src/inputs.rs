@@ -1,4 +1,4 @@
-//! What Python gives an optimizer, as the engine takes it, and the engine's numbers as Python takes them.
+//! Conversions between Python's and the engine's values: inputs of an optimizer, and its statistics.
 
 use std::sync::Arc;
 
@@ -42,7 +42,7 @@ impl Options {
     }
 }
 
-/// A tensor for which state is to be created: name, elements, the number of its group, whether it has a master, and
+/// A tensor that gets state: name, elements, the number of its group, whether it has a master, and
 /// whether it lies on the host.
 pub(crate) type NewTensor = (String, u64, usize, bool, bool);
 

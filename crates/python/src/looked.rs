@@ -1,5 +1,5 @@
-//! What many tensors of torch are, kept where the engine reads it: looked at once in a step, never made into lists of
-//! Python's numbers.
+//! Addresses, types and sizes of many tensors, kept in Rust: read once in a step, never turned into lists of Python
+//! numbers.
 
 use forebay::device::Dtype;
 use pyo3::exceptions::PyValueError;

@@ -148,7 +148,7 @@ impl Optimizer {
         guard::call(py, || self.inner.host_kernel())
     }
 
-    /// Pin memory for the gradients of a table's tensors, so many bytes for each, where there is none yet.
+    /// Pin memory for the gradients of a table's tensors, with the given bytes for each, if there is none yet.
     fn open_landing(&self, py: Python<'_>, table: usize, bytes: Vec<u64>) -> PyResult<()> {
         guard::run(py, || self.inner.open_landing(table, &bytes))
     }

@@ -18,7 +18,7 @@ use pyo3::types::PyCapsule;
 
 use crate::looked::Row;
 
-/// Keeps whatever owns an address alive.
+/// Keeps the owner of an address alive.
 pub(crate) type Keeper = Arc<dyn Any + Send + Sync>;
 
 /// Names a tensor's memory. An empty one has none.
@@ -123,7 +123,7 @@ pub(crate) struct ExchangeApi<'py> {
 }
 
 impl<'py> ExchangeApi<'py> {
-    /// The table in a capsule; nothing where it is of another version.
+    /// The table in a capsule; `None` if it is of another version.
     pub(crate) fn new(
         capsule: &Bound<'py, PyAny>,
         plain: (Bound<'py, PyAny>, Bound<'py, PyAny>),
@@ -143,7 +143,7 @@ impl<'py> ExchangeApi<'py> {
         self.plain.iter().any(|plain| kind.is(plain))
     }
 
-    /// What a tensor is and whether it is contiguous; nothing for whatever the kernels cannot work on as it is.
+    /// A tensor's row and whether it is contiguous; `None` if the kernels cannot use the tensor directly.
     pub(crate) fn describe(&self, tensor: &Bound<'py, PyAny>) -> Option<(Row, bool)> {
         const CPU: i32 = 1;
         const CUDA: i32 = 2;

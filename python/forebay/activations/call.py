@@ -1,4 +1,4 @@
-"""What stands before the calls of layers, of the model and of its checkpoint function."""
+"""Wrappers around the calls of layers, of the model and of its checkpoint function."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 def is_offloaded(module: torch.nn.Module) -> bool:
-    """Whether a :class:`Layer` stands before the calls of a module."""
+    """Whether a :class:`Layer` wraps the calls of a module."""
     return isinstance(module.__dict__.get(_CALL), Layer)
 
 
@@ -57,10 +57,10 @@ def _saves_nothing() -> bool:
 
 
 class Layer:
-    """Stands before the call of one layer and offloads its saved tensors."""
+    """Wraps the calls of one layer and offloads its saved tensors."""
 
     advice = (
-        "call forebay.offload_activations after gradient_checkpointing_enable, or drop that checkpoint and use "
+        "call forebay.offload_activations after gradient_checkpointing_enable, or remove that checkpoint and use "
         "recompute=True"
     )
 
@@ -73,11 +73,11 @@ class Layer:
         self.device = _device.default_device()
 
     def install(self) -> None:
-        """Take the place of the module's call. Written past ``__setattr__``, which a compiled module redirects."""
+        """Replace the module's call. Avoids ``__setattr__``, which a compiled module redirects."""
         self.module.__dict__[_CALL] = self
 
     def stay_installed(self) -> bool:
-        """Take the place again if the module was compiled since; return whether it was."""
+        """Replace the module's call again if the module was compiled since; return whether it was."""
         found = self.module.__dict__.get(_CALL)
         if found is self or found is None:
             return False
@@ -86,7 +86,7 @@ class Layer:
         return True
 
     def remove(self) -> None:
-        """Put the module's call back."""
+        """Restore the module's call."""
         if self.module.__dict__.get(_CALL) is self:
             if self.previous is None:
                 del self.module.__dict__[_CALL]
@@ -118,13 +118,13 @@ class Layer:
             return call.run(self.device) if call is not None else self.inner(*args, **kwargs)
 
     def recomputed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecomputedCall | None:
-        """Return the call as one that is recomputed; None where it cannot be."""
+        """Return the call as a recomputed call; None if it cannot be recomputed."""
         call = RecomputedCall(self, args, kwargs)
         if not call.arguments.refused:
             return call
         self.warn_once(
-            f"is given a {call.arguments.refused} that is filled already, or that forebay does not know, so this call "
-            "is not recomputed; pass use_cache=False if no cache is wanted"
+            f"gets a {call.arguments.refused} that is not empty or not supported, so this call is not recomputed; pass "
+            "use_cache=False if no cache is wanted"
         )
         return None
 
@@ -132,7 +132,7 @@ class Layer:
         """Warn that a checkpoint around the layer leaves nothing to offload."""
         if not isinstance(self.module.__dict__.get(_CHECKPOINT), OffloadedCheckpoint):
             self.warn_once(
-                f"runs inside a checkpoint that forebay does not know of, so nothing of it is offloaded; {self.advice}"
+                f"runs inside a checkpoint that forebay does not control, so nothing of it is offloaded; {self.advice}"
             )
 
     def warn_once(self, text: str) -> None:
@@ -154,15 +154,15 @@ class Layer:
     def device_of(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> torch.device:
         """Return the device on which a call computes.
 
-        Its inputs tell: parameters may be elsewhere until the layer runs, as with FSDP2's offload to the CPU. Where
-        there are neither inputs nor parameters it is the device of the call before.
+        The inputs decide: parameters may be on another device until the layer runs, as with FSDP2's offload to the CPU.
+        Without inputs and parameters it is the device of the previous call.
         """
         given = (*args, *(kwargs or {}).values())
         found = _first_device(given) or _first_device(tree_leaves(given))
         return found or _first_device(map(local, self.module.parameters())) or self.device
 
     def compute_on(self, device: torch.device) -> None:
-        """Take a device for the call that comes next."""
+        """Set the device of the next call."""
         self.device = device
         self.saver.device_type = device.type
 
@@ -174,7 +174,7 @@ class Layer:
         return self.saver.pack(tensor, may_leave=not self.keep, counted=counted, fixed=self.own)
 
     def own(self) -> set[int]:
-        """Return the storages of parameters and buffers as they are now; FSDP2 has put the whole ones in place."""
+        """Return the present storages of parameters and buffers. FSDP2 has gathered the parameters at this point."""
         if self.fixed is None:
             tensors = (*self.module.parameters(), *self.module.buffers())
             self.fixed = {local(tensor).untyped_storage()._cdata for tensor in tensors}
@@ -186,7 +186,7 @@ def _same(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _do_nothing(*_: Any) -> None:
-    """Stand in a copy of a model where the model has a hook."""
+    """Replace a hook in a copy of a model."""
 
 
 def _no_hook() -> Callable[..., None]:
@@ -203,7 +203,7 @@ def _warn_compiled() -> None:
 
 
 class Begins:
-    """Stands before the call of the model."""
+    """A hook that runs before the call of the model."""
 
     def __init__(self, layers: list[Layer], begin: Callable[[], None] | None = None) -> None:
         self.layers, self.begin = layers, begin
@@ -224,7 +224,7 @@ class Begins:
 
 
 class Ends:
-    """Stands behind the call of the model."""
+    """A hook that runs after the call of the model."""
 
     def __init__(self, end: Callable[[], None]) -> None:
         self.end = end
@@ -233,13 +233,13 @@ class Ends:
         return (_no_hook, ())
 
     def __call__(self, *_: Any) -> None:
-        """Note that the model has returned."""
+        """Record that the model has returned."""
         if not torch.compiler.is_compiling():
             self.end()
 
 
 class OffloadedCheckpoint:
-    """Stands before a checkpoint function of transformers, so that hooks are outside the checkpoint, not inside."""
+    """Wraps a checkpoint function of transformers, so that hooks are outside the checkpoint, not inside."""
 
     def __init__(self, function: Callable[..., Any], layers: dict[int, Layer]) -> None:
         self.function, self.layers = function, layers
@@ -271,7 +271,7 @@ def is_checkpointed(model: torch.nn.Module) -> bool:
 
 
 def wrap_checkpoints(model: torch.nn.Module, layers: list[Layer]) -> list[Callable[[], None]]:
-    """Stand before the checkpoint functions that a model has switched on; return functions that undo it."""
+    """Wrap the checkpoint functions that a model has switched on; return functions that undo it."""
     undo: list[Callable[[], None]] = []
     by_id = {id(layer.module): layer for layer in layers}
     for module in model.modules():

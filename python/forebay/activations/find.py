@@ -1,4 +1,4 @@
-"""Which modules are a model's layers."""
+"""Finds the layers of a model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _sharded(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _default_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return what FSDP2 wraps, or the outermost ModuleList with most parameters."""
+    """Return the modules that FSDP2 wraps, or the outermost ModuleList with most parameters."""
     if sharded := _sharded(model):
         return sharded
     lists = [
@@ -43,17 +43,17 @@ def _default_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     ]
     if not outermost:
         raise OptionError(
-            f"{type(model).__name__} has no recognisable layers: no module that FSDP2 wraps and no ModuleList; "
+            f"{type(model).__name__} has no layers that can be found: no module that FSDP2 wraps and no ModuleList; "
             "pass layers=[...], the modules to offload in the order in which they run, "
             "or put `with forebay.save_on_host():` around the forward pass"
         )
     largest: torch.nn.ModuleList = max(outermost, key=_count)
-    # A list may have a module several times; that is one layer, called as often.
+    # A list may have a module several times; that is one layer, which is called several times.
     return list(dict.fromkeys(largest))
 
 
 def find_layers(model: torch.nn.Module, layers: Any) -> list[torch.nn.Module]:
-    """Return the layers that were asked for, or by default those of a model of the usual build, in their order."""
+    """Return the layers that the caller names, or the default layers, in their order."""
     if layers is None:
         return _default_layers(model)
     if isinstance(layers, str):

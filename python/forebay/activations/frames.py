@@ -1,14 +1,14 @@
-"""The stack: three questions to torch that it answers nowhere else.
+"""The stack: three questions that only torch's stack frames answer.
 
 Each function reads the frames of the running call, and nothing else in this package does.
 
-- Which module was called? ``Module.__call__`` calls what stands in ``_compiled_call_impl`` without the module. A
-  replica of ``DataParallel`` has a copy of that attribute, so only the caller's ``self`` tells the replica from the
-  module.
-- Does a checkpoint run around this? From torch 2.8 on the saved-tensor hooks in place can be read; before that only the
-  stack shows it.
+- Which module was called? ``Module.__call__`` calls the function in ``_compiled_call_impl`` without the module. A
+  replica of ``DataParallel`` has a copy of that attribute, so only the caller's ``self`` shows which of them was
+  called.
+- Does the call run inside a checkpoint? From torch 2.8 on, the active saved-tensor hooks can be read; before that, only
+  the stack shows it.
 - Is a recomputation complete? torch ends it with an exception, which TorchScript replaces by one of its own. The
-  counter that tells is a local variable of the checkpoint's hook.
+  counter that shows the end is a local variable of the checkpoint's hook.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 _CHECKPOINT_FILE = torch.utils.checkpoint.__file__
 
 _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-"""Returns the saved-tensor hooks in place; torch has it from 2.8 on."""
+"""Returns the active saved-tensor hooks; torch has it from 2.8 on."""
 
 
 def called_replica(module: torch.nn.Module) -> Any:
-    """Return the replica whose call the caller of this stands before; None if it is the call of the module itself."""
+    """Return the replica that was called; None if the module itself was called. To be called by the wrapper."""
     called = sys._getframe(2).f_locals.get("self")
     is_replica = called is not None and called is not module and getattr(called, "_is_replica", False)
     return called if is_replica else None
 
 
 def inside_checkpoint() -> bool:
-    """Whether a checkpoint of torch's own has its hooks in place; other hooks on top would stop its recomputation."""
+    """Whether the hooks of a torch checkpoint are active; other hooks on top would stop its recomputation."""
     if _top_hooks is None:
         frame: FrameType | None = sys._getframe()
         while frame is not None and frame.f_code.co_filename != _CHECKPOINT_FILE:
@@ -48,7 +48,7 @@ def inside_checkpoint() -> bool:
 
 
 def recomputation_is_complete() -> bool:
-    """Whether the innermost checkpoint around this has recomputed everything that it was asked for."""
+    """Whether the innermost checkpoint has recomputed all tensors that it needs."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         code = frame.f_code

@@ -45,8 +45,8 @@ def _budget(value: Any) -> tuple[int | None, float | None]:
     elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value, None
     raise OptionError(
-        f"invalid budget_bytes: {value!r}; give a whole number of bytes above 0 for what a pass may add to what is "
-        'allocated as it begins, or a string like "80%" for all that may be allocated of the GPU\'s memory'
+        f"invalid budget_bytes: {value!r}; give a whole number above 0, the bytes that one pass may allocate, or a "
+        'string like "80%", the share of the GPU\'s memory that may be in use'
     )
 
 
@@ -62,7 +62,7 @@ class ActivationOffload:
         idle: str | None = None,
     ) -> None:
         self._saver, self._layers, self._undo, self._budget = saver, layers, undo, budget
-        # Why there is nothing to do.
+        # Why nothing is offloaded or recomputed; None if something is.
         self._idle = idle
 
     def stats(self) -> dict[str, float]:
@@ -71,22 +71,22 @@ class ActivationOffload:
         Returns
         -------
         dict
-            ``stored_bytes``, ``fetched_bytes`` and ``kept_bytes`` of saved tensors; ``pinned_bytes`` and how many of
-            them were used at most, ``pinned_peak_bytes``; ``stalls`` and ``stall_s``, how often and how long the
-            computation waited for a copy; the present ``fraction`` and ``max_in_flight_bytes``; ``store_gbps`` and
+            ``stored_bytes``, ``fetched_bytes`` and ``kept_bytes`` of saved tensors; ``pinned_bytes``, and
+            ``pinned_peak_bytes``, the most of them in use at once; ``stalls`` and ``stall_s``, how often and how long
+            the computation waited for a copy; the present ``fraction`` and ``max_in_flight_bytes``; ``store_gbps`` and
             ``fetch_gbps``, the rates of the copies.
         """
         return self._saver.stats()
 
     def table(self) -> list[dict[str, Any]]:
-        """Return the same for each layer, with the times of the last pass that could be read.
+        """Return statistics of each layer, with the times of the last pass that was measured.
 
-        Under a budget there is a row for each call where a pass calls a layer more than once, and ``layer`` is its
-        place in the order of the forward pass. Once there is a plan: also the ``choice``, ``planned_kept_bytes`` and
-        ``planned_offloaded_bytes``, ``predicted_forward_s`` and ``predicted_backward_s`` beside the times measured
-        under that plan; and a last row with ``layer`` None for the whole pass: ``predicted_peak_bytes``,
-        ``peak_bytes``, ``predicted_pass_s``, ``pass_s``, and the errors of both predictions, ``peak_error`` and
-        ``time_error``, as a share of what was measured. Figures that were not measured are None.
+        Under a budget each call of a layer has a row, and ``layer`` is its place in the order of the forward pass. When
+        there is a plan, a row also has the ``choice``, ``planned_kept_bytes``, ``planned_offloaded_bytes``,
+        ``predicted_forward_s`` and ``predicted_backward_s``, and the times are those measured under that plan. A last
+        row, with ``layer`` None, is for the whole pass. It has ``predicted_peak_bytes``, ``peak_bytes``,
+        ``predicted_pass_s`` and ``pass_s``. Its ``peak_error`` and ``time_error`` are the errors of both predictions,
+        relative to the measured values. Figures that were not measured are None.
         """
         counts = ("stored_bytes", "fetched_bytes", "kept_bytes", "stalls")
         times = ("stall", "forward", "backward")
@@ -139,12 +139,12 @@ class ActivationOffload:
         ]
 
     def plan(self) -> dict[str, Any] | None:
-        """Return the plan in force as plain data, or None where there is no budget or nothing has been planned yet."""
+        """Return the plan in force as plain data; None without a budget, or before the first plan."""
         figures = self._budget.figures() if self._budget is not None else None
         return figures.run.as_dict() if figures is not None else None
 
     def explain(self) -> str:
-        """Return the plan of each layer as text, and how good its predictions were."""
+        """Return the plan of each layer as text, with the errors of its predictions."""
         if self._idle is not None:
             return self._idle
         if self._budget is None:
@@ -152,7 +152,7 @@ class ActivationOffload:
             return f"no budget; {leave if self._saver.engines else 'nothing has run yet'}"
         figures = self._budget.figures()
         if figures is None:
-            return "nothing has been planned yet: the first passes measure"
+            return "no plan yet; the first two passes only measure"
         text = figures.run.planned.plan.explain()
         (row,) = self._compare({})
         text += f"measured: {row['pass_s'] * 1e3:.1f} ms a pass, predicted {row['time_error']:+.1%}"
@@ -161,9 +161,9 @@ class ActivationOffload:
         return "\n".join([text, *figures.notes])
 
     def reserve(self, pinned_bytes: int) -> None:
-        """Pin memory now, so many bytes in all for each GPU of the model, instead of in the first forward pass.
+        """Pin ``pinned_bytes`` in all for each GPU of the model now, instead of in the first forward pass.
 
-        This helps where several ranks run collectives, which pinning in between would delay.
+        This helps if ranks run collectives, because pinning between collectives would delay them.
         """
         wanted = _checks.whole("pinned_bytes", pinned_bytes, 0)
         for device in dict.fromkeys(layer.device_of() for layer in self._layers):
@@ -204,37 +204,37 @@ def offload_activations(
 ) -> ActivationOffload:
     """Offload the tensors that a model's layers save: to the host in the forward pass, back in the backward pass.
 
-    Gradients are the same, bit for bit. The model is not changed. Call
-    ``gradient_checkpointing_enable`` before this; layers may be compiled before or after, the model as a whole not.
+    Gradients are the same, bit for bit. The model is not changed. Call ``gradient_checkpointing_enable`` before this
+    function. Layers may be compiled, before or after; the whole model may not.
 
     Parameters
     ----------
     model
         Any module, on a GPU or on the CPU.
     budget_bytes
-        Keep, offload or recompute what layers save, whichever takes least time within this much memory: bytes that a
-        pass, forward and backward, may add to what is allocated as it begins, gradients that it makes included; or
-        ``"80%"``, all that may be allocated of the GPU's memory. Both are torch's own count, ``max_memory_allocated``.
-        The first two passes of a shape measure and take as little memory as possible, and the first that follow a plan
-        are compared with it; these passes reset torch's peak statistics. ``table`` and ``explain`` show the plan.
+        Memory limit. Each layer is kept, offloaded or recomputed, whichever takes the least time within the limit. An
+        int: the bytes that one pass, forward and backward, may allocate, new gradients included. ``"80%"``: the share
+        of the GPU's memory that may be in use overall. Both count as torch's ``max_memory_allocated`` does. The first
+        two passes of a shape only measure and take as little memory as possible. The first passes that follow a plan
+        are compared with it. These passes reset torch's peak statistics. ``table`` and ``explain`` show the plan.
     layers
         The modules whose saved tensors are offloaded, in the order in which they run; or the name of a ModuleList. By
-        default what FSDP2 wraps below the root, else the outermost ModuleList with most parameters.
+        default the modules that FSDP2 wraps below the root, otherwise the outermost ModuleList with most parameters.
     min_bytes
-        Smaller tensors stay.
+        Tensors smaller than this stay on the GPU.
     fraction
-        How much of the bytes is offloaded, from 0.0 to 1.0. ``"auto"`` offloads everything in the first passes,
-        measures the layers and the link, and from then on offloads what is copied in the time of the computation.
+        The share of the bytes that is offloaded, from 0.0 to 1.0. ``"auto"`` offloads everything in the first passes
+        and measures the layers and the link. It then offloads only what can be copied without waiting.
     keep_last
-        So many of the last layers are not offloaded: their tensors are used again at once.
+        The number of last layers that are not offloaded, because the backward pass uses their tensors first.
     recompute
-        Recompute each layer in the backward pass and offload its inputs. By default nothing is recomputed without a
-        budget, and with one the plan decides; with ``False`` and a budget, tensors are kept or offloaded.
+        Recompute each layer in the backward pass and offload its inputs. By default the plan decides if there is a
+        budget, and nothing is recomputed otherwise. With a budget and ``False``, tensors are kept or offloaded.
     max_in_flight_bytes
-        How many bytes may be on their way to the host and still on the GPU, and how many may be fetched ahead. By
-        default what the largest layer saves.
+        The most bytes that may be on their way to the host and still on the GPU, and the most that may be fetched
+        ahead. By default the bytes that the largest layer saves.
     pinned_budget_bytes
-        Most bytes of host memory to pin, for each GPU; beyond that tensors stay on the GPU, with one warning.
+        The most host memory to pin, for each GPU. When it is used up, tensors stay on the GPU, with one warning.
     """
     if unknown:
         raise OptionError(f"unknown option {', '.join(map(repr, unknown))}; the options are {', '.join(_OPTIONS)}")
@@ -262,7 +262,7 @@ def offload_activations(
             )
     recompute, may_recompute = recompute is True, recompute is not False
     if recompute and share is None:
-        # Inputs are few bytes: all of them are copied in the time of the computation.
+        # Inputs are few bytes: all of them can be copied without waiting.
         share = 1.0
     found = find_layers(model, layers)
     if (compiled := compiled_around(model, found)) is not None:
@@ -312,10 +312,10 @@ def _planned(
     whole = _device.total_memory(tensor.device) if tensor is not None else None
     if limit is not None and whole is not None and limit >= whole:
         idle = (
-            f"budget_bytes is {limit}, and {tensor.device if tensor is not None else ''} has {whole} bytes in all: "
+            f"budget_bytes is {limit}, and {tensor.device if tensor is not None else ''} has only {whole} bytes: "
             "nothing is offloaded or recomputed"
         )
-        warnings.warn(f"{idle}; give less, or leave forebay out", stacklevel=3)
+        warnings.warn(f"{idle}; use a smaller budget, or remove this call", stacklevel=3)
         return ActivationOffload(saver, [], [], idle=idle)
     budget = Budget(saver, limit, share, may_recompute=may_recompute, pinned_budget_bytes=pinned_budget_bytes)
     wrapped = [PlannedLayer(saver, number, module, budget) for number, module in enumerate(found)]
@@ -338,16 +338,16 @@ class save_on_host(saved_tensors_hooks):  # noqa: N801 -- a context manager, nam
     Parameters
     ----------
     min_bytes
-        Smaller tensors stay.
+        Tensors smaller than this stay on the GPU.
     fraction
-        How much of the bytes is offloaded, from 0.0 to 1.0.
+        The share of the bytes that is offloaded, from 0.0 to 1.0.
     max_in_flight_bytes
-        How many bytes may be on their way to the host and still on the GPU, and how many may be fetched ahead. By
-        default four of the largest tensors.
+        The most bytes that may be on their way to the host and still on the GPU, and the most that may be fetched
+        ahead. By default four times the bytes of the largest tensor.
     pinned_budget_bytes
-        Most bytes of host memory to pin, for each GPU; beyond that tensors stay on the GPU, with one warning.
+        The most host memory to pin, for each GPU. When it is used up, tensors stay on the GPU, with one warning.
     device
-        The type of the devices whose tensors are offloaded: by default GPUs; ``"cpu"`` to try it without one.
+        The type of the devices whose tensors are offloaded: by default GPUs; ``"cpu"`` to try it without a GPU.
     """
 
     def __init__(
@@ -382,5 +382,5 @@ class save_on_host(saved_tensors_hooks):  # noqa: N801 -- a context manager, nam
         return self._saver.stats()
 
     def close(self) -> None:
-        """Free pinned memory, once the last graph that uses it is gone."""
+        """Free pinned memory when the last graph that uses it is freed."""
         _savers.pop(self._key, None)

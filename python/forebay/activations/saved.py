@@ -1,7 +1,7 @@
-"""Saved-tensor hooks: what autograd saves becomes numbers for the engine, and numbers become tensors again.
+"""Saved-tensor hooks: tensors that autograd saves become numbers for the engine, and numbers become tensors again.
 
-The engine decides, orders and waits, in Rust; this file identifies, holds and rebuilds tensors. The engine relies on
-two promises of this file: a source is held until the engine names it as freed, and the memory of a fetch is allocated
+The engine decides, orders and waits, in Rust. This file identifies, holds and rebuilds tensors. The engine relies on
+two promises of this file: a source is held until the engine reports it as freed, and the memory of a fetch is allocated
 on the current stream and held until the entry is freed.
 """
 
@@ -30,7 +30,7 @@ _is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_w
 
 
 def untraced(hook: _Hook) -> _Hook:
-    """Keep a hook out of compiled code: a tracer has no tensors that it could look at."""
+    """Keep a hook out of compiled code: during tracing there are no real tensors."""
     return cast("_Hook", torch._disable_dynamo(hook))  # type: ignore[attr-defined]
 
 
@@ -72,12 +72,12 @@ class SavedTensor:
     counter: torch.Tensor
     """Shares the tensor's version counter, and nothing else: see ``counter_of``."""
     first: bool
-    """Whether nothing else on the tape is of the same memory."""
+    """Whether no other tensor on the tape has the same memory."""
     kept: torch.Tensor | None
-    """The tensor itself, where it stays on the device."""
+    """The tensor itself, if it stays on the device."""
     offset: int
     start: int
-    """Where it begins, and where the range begins that is copied, in elements of its storage."""
+    """The offsets of the tensor and of the copied range, in elements of the storage."""
 
     def __init__(self, engine: Engine, tensor: torch.Tensor, save: int, entry: int) -> None:
         self.engine, self.save, self.entry = engine, save, entry
@@ -95,10 +95,10 @@ class SavedTensor:
 
 
 def counter_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor whose ``_version`` is that of a tensor, now and later.
+    """Return an empty tensor that shares the version counter of a tensor.
 
-    ``detach`` shares the version counter and the memory; giving the result other memory leaves it the counter alone.
-    Autograd keeps the same counter to notice changes in place, but only where there are no hooks.
+    ``detach`` shares the version counter and the memory. The result then gets other memory and keeps only the counter.
+    Autograd keeps the same counter to detect changes in place, but only if there are no hooks.
     """
     empty = _empties.get(tensor.device)
     if empty is None:
@@ -109,7 +109,7 @@ def counter_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_version(version: int, packed: SavedTensor | UnmanagedTensor) -> None:
-    """Raise what autograd raises for a tensor that was changed between saving and use."""
+    """Raise the same error as autograd if a tensor was changed between saving and use."""
     if version != packed.version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -138,8 +138,8 @@ class Engine:
         # While a weak reference to a storage exists, no other storage gets its identity: an entry belongs to this
         # storage, and never to a later one at its address.
         self.guards: dict[int, StorageWeakRef] = {}
-        # The state of an entry in the engine and what is held of it change together. A collected tensor may release
-        # its own anywhere, also while this thread has the lock.
+        # The engine's state of an entry and the memory held for it change together, under this lock. Garbage collection
+        # may release a saved tensor at any point, even while this thread has the lock.
         self.lock = threading.RLock()
 
     def stream(self) -> int:
@@ -149,14 +149,14 @@ class Engine:
     def save(
         self, tensor: torch.Tensor, *, may_leave: bool, counted: bool, route: Route | None = None
     ) -> tuple[SavedTensor, str | None]:
-        """Put a tensor on the tape, and offload it if it is chosen, by a plan's route if there is one.
+        """Put a tensor on the tape, and offload it if it is chosen; a plan's route decides if there is one.
 
-        Also returns the reason if a tensor that was to leave stays.
+        Also returns the reason if a chosen tensor stays.
         """
         storage = tensor.untyped_storage()
         size = storage.nbytes()
         start, length = extent(tensor)
-        # The whole storage is copied if most of it is used, so that its other views share it; else the part that is.
+        # If half of the storage or more is used, all of it is copied, so that its other views share the copy.
         if 2 * length >= size:
             start, length = 0, size
         with self.lock:
@@ -216,7 +216,7 @@ class Engine:
             return tensor
 
     def fetch(self, entry: int, length: int, *, now: bool, stream: int) -> None:
-        """Allocate memory for an entry and have it filled."""
+        """Allocate memory for an entry and start its fetch."""
         try:
             memory = torch.empty(length, dtype=torch.uint8, device=self.device).untyped_storage()
         except torch.OutOfMemoryError:
@@ -228,13 +228,13 @@ class Engine:
         try:
             self.core.fetch(entry, storage_address(memory), length, now, stream)
         except OptionError:
-            # Another thread has released it meanwhile: it has no use any more.
+            # Another thread has released the entry meanwhile: it is no longer needed.
             self.held.pop(entry, None)
             if now:
                 raise
 
     def release(self, save: int) -> None:
-        """Free what belongs to a saved tensor that is gone."""
+        """Free the memory of a saved tensor that autograd has dropped."""
         entry = self.core.release(save)
         if entry is not None:
             self.held.pop(entry, None)
@@ -247,7 +247,7 @@ class Saver:
     def __init__(
         self, device_type: str | None, min_bytes: int, open_core: Callable[[torch.device], Activations]
     ) -> None:
-        # The type of device whose tensors are offloaded; with layers it is that of the layer which runs.
+        # The type of device whose tensors are offloaded; with layers, the device type of the running layer.
         self.device_type, self.min_bytes, self.open_core = device_type, min_bytes, open_core
         self.engines: dict[torch.device, Engine] = {}
         self.warned_kept = False
@@ -262,7 +262,7 @@ class Saver:
         return engine
 
     def is_unmanaged(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor does not go on the tape, for its type, its device, its size, or as a parameter's view."""
+        """Whether a tensor stays off the tape: because of its type, device or size, or as a view of a parameter."""
         if type(tensor) is not torch.Tensor or tensor.device.type != self.device_type:
             return True
         if tensor.layout != torch.strided or tensor.nbytes < self.min_bytes:
@@ -291,17 +291,17 @@ class Saver:
         return saved
 
     def pack_by(self, route: Route, tensor: torch.Tensor, *, leaves: bool) -> SavedTensor:
-        """Take a tensor that goes on the tape, by a plan's route, which leaves the device or not."""
+        """Put a tensor on the tape, with a plan's route: it leaves the device or stays."""
         saved, reason = self.engine(tensor.device).save(tensor, may_leave=leaves, counted=True, route=route)
         self.warn_kept(reason)
         return saved
 
     def warn_kept(self, reason: str | None) -> None:
-        """Warn once about tensors that stay and were to leave."""
+        """Warn once about chosen tensors that stay on the device."""
         if reason is not None and not self.warned_kept:
             self.warned_kept = True
             warnings.warn(
-                f"forebay keeps activations on the GPU: {reason}; raise pinned_budget_bytes, or lower fraction",
+                f"activations stay on the GPU: {reason}; raise pinned_budget_bytes, or lower fraction",
                 stacklevel=3,
             )
 

@@ -45,21 +45,22 @@ def save(
     keep_last: int | None = None,
     process_group: Any = None,
 ) -> None:
-    """Save a model, its optimizers and whatever else belongs to the run. All ranks call it.
+    """Save a model, its optimizers and other values of the run. All ranks call it.
 
-    Where an earlier ``async_save`` from this thread or to this path failed and nobody asked for its ``result()``, this
-    raises its error and saves nothing.
+    If an earlier ``async_save`` from this thread or to this path failed and its ``result()`` was not called, this
+    function raises that error and saves nothing.
 
     Parameters
     ----------
     path
-        The folder. Each save makes a numbered subfolder. The earlier one stays complete until the new one is.
+        The folder. Each save makes a numbered subfolder. The earlier checkpoint stays until the new one is complete.
     model
         The model; its parameters may be sharded by FSDP2.
     optimizer
         Its optimizer or optimizers, of forebay or of torch.
     extra
-        More to save, the same on every rank: tensors, numbers, texts, bytes, and lists, tuples and dicts of them.
+        Other values to save, the same on every rank: tensors, numbers, strings, bytes, and lists, tuples and dicts of
+        them.
     keep_last
         Keep this many complete checkpoints of this path; by default all.
     process_group
@@ -92,34 +93,34 @@ def async_save(
 ) -> Handle:
     """Save the present state as ``save`` does, while training goes on. All ranks call it.
 
-    State of forebay's optimizers in pinned memory is written in place. A page of it that a later step needs before it
-    is written is copied; beyond the budget that step waits. Everything else is copied before this returns, as far as
-    the budget goes. What is beyond the budget is written first: parameters and other state of the optimizers after this
-    has returned, and the next step waits for it; all else before this returns.
+    State of forebay's optimizers in pinned memory is written in place. Before a step changes a page that is not written
+    yet, the page is copied; when the budget is used up, the step waits. Other tensors are copied before this function
+    returns, if they fit into the budget. Tensors that do not fit are written first. The next step waits for parameters
+    and optimizer state; this call waits for the rest.
 
-    Steps and loads of a checkpoint are safe. So is any change of what was copied. Parameters that were not copied must
-    not be changed by anything else (``model.load_state_dict``, averaged weights swapped in, ``max_norm`` of an
-    embedding) before the next step: torch counts such changes, and the save then fails with an error that names the
-    tensor. Changes that torch does not count go unnoticed: through ``.data``, in a CUDA graph, and by hand in
-    ``optimizer.state`` of such an optimizer before the save is complete.
+    Steps and loads of a checkpoint are safe. Copied tensors may be changed at any time. Before the next step, nothing
+    else (``model.load_state_dict``, averaged weights swapped in, ``max_norm`` of an embedding) may change parameters
+    that were not copied. Torch counts such changes, and the save then fails with an error that names the tensor. Some
+    changes are not counted and not detected: through ``.data``, in a CUDA graph, and by hand in ``optimizer.state`` of
+    such an optimizer before the save is complete.
 
-    ``result()`` of the handle raises what went wrong. A failure that nobody has asked about is raised by the next save
-    from the same thread or to the same path, or else printed at exit.
+    ``result()`` of the handle raises the error if the save failed. An unobserved failure is raised by the next save
+    from the same thread or to the same path, or printed at exit.
 
     Parameters
     ----------
     path, model, optimizer, extra, keep_last
         As in ``save``.
     snapshot_budget_bytes
-        The most host memory for copies of parameters, buffers and state together; by default as much as they need, of
-        what is available. It is kept for the next save; ``release`` frees it.
+        The most host memory for copies of parameters, buffers and state together. By default as much as needed, up to
+        75 % of the available memory. The memory is kept for the next save; ``release`` frees it.
     write_gbps
-        Write no faster than this on each rank; by default as fast as the disk.
+        Write no faster than this, on each rank; by default at full speed.
     copy_gbps
-        Copy state between steps no faster than this, on each rank; by default as fast as memory is. A step that needs
-        state which is not copied yet copies it itself.
+        Copy state between steps no faster than this, on each rank; by default at full speed. A step that needs state
+        which is not copied yet copies it itself.
     when_busy
-        What to do while an earlier save is under way: ``"wait"`` for it, or ``"refuse"``.
+        What to do while an earlier save is running: ``"wait"`` for it, or ``"refuse"``, which raises an error.
     """
     one_of("when_busy", when_busy, ("wait", "refuse"))
     whole("snapshot_budget_bytes", snapshot_budget_bytes, 0, optional=True)
@@ -127,7 +128,7 @@ def async_save(
     copy_rate = positive("copy_gbps", copy_gbps, without="for full speed")
     optimizers = contents.optimizers_of(optimizer)
     writer = _writer(path, keep_last, optimizers)
-    # Checked now: what is loaded later does not change what is saved.
+    # Checked now: a later load does not change the state that is saved.
     writer.checks = [_outcome(check) for check in writer.checks]
     writer.bytes_per_s = None if write_rate is None else write_rate * 1e9
     writer.moved = moved = _core.Moved()
@@ -168,21 +169,22 @@ def load(
     strict: bool = True,
     process_group: Any = None,
 ) -> dict[str, Any] | None:
-    """Load the last complete checkpoint of a path, in place, and return what was saved as ``extra``. All ranks call it.
+    """Load the last complete checkpoint of a path, in place, and return its ``extra`` values. All ranks call it.
 
-    It may have been saved by another number of ranks, and with torch's optimizer instead of forebay's or the reverse: a
-    master weight that the checkpoint lacks is made from the weight. This waits for a save of this process under way.
+    The number of ranks may differ from that of the save, and optimizers of torch and forebay are interchangeable. A
+    master weight that the checkpoint lacks is made from the weight. If this process is saving, the load waits for the
+    save.
 
     Parameters
     ----------
     path
-        What was given to ``save``, or one numbered subfolder of it.
+        The path that was given to ``save``, or one numbered subfolder of it.
     model
         The model to load into.
     optimizer
         Its optimizer or optimizers.
     strict
-        Whether to refuse a checkpoint that lacks something of the model or the optimizer, or has something else.
+        Whether to raise an error if the checkpoint lacks values of the model or the optimizer, or has other values.
     process_group
         The ranks that load; by default all of them.
     """
@@ -214,10 +216,10 @@ def _load(
         metadata = reader.read_metadata()
         missing = contents.compare(reader.path, wanted, metadata, strict)
         contents.add_options(state, metadata)
-        # Read first, so that nothing is changed where it cannot be read.
+        # Read first, so that nothing is changed if it cannot be read.
         extra = contents.extra_of(reader)
     except Error as error:
-        # Other ranks may have found nothing wrong. They hear of it from DCP, and do not wait for this rank.
+        # Other ranks may have found no error. DCP reports this one to them, so they do not wait for this rank.
         reader.refused = error
     try:
         with plain_errors("load"), quietly():
@@ -234,7 +236,7 @@ def _load(
 
 
 def release() -> None:
-    """Free the host memory that ``async_save`` keeps for the copies of the next save, after one under way."""
+    """Free the host memory that ``async_save`` keeps for the copies of the next save. Waits for a running save."""
     handle.wait_for_current()
     release_copies()
 
@@ -246,7 +248,7 @@ def _writer(path: StrPath, keep_last: int | None, optimizers: list[torch.optim.O
 
 
 def _outcome(check: Callable[[], None]) -> Callable[[], None]:
-    """Run a check now; return a function that raises its error later, where all ranks hear of it."""
+    """Run a check now; return a function that raises its error later, when all ranks can receive it."""
     error: Error | None = None
     try:
         check()

@@ -1,4 +1,4 @@
-"""What of a model and its optimizers is saved and loaded, by name; and whether a checkpoint has it."""
+"""The contents of a checkpoint: values of a model and its optimizers, by name, and checks of them."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ def contents_of(
 ) -> dict[str, Any]:
     """Return the nested state of a model and its optimizers, as DCP takes it.
 
-    With ``whole`` it also has places for state that a checkpoint may have and the optimizers lack, until ``laid_out``
-    ends.
+    With ``whole`` it also has tensors for state that a checkpoint may have and the optimizers lack. They exist until
+    ``laid_out`` ends.
     """
     if model is None:
         if optimizers:
-            raise OptionError("an optimizer needs its model: the state's names are the model's")
+            raise OptionError("an optimizer needs its model: state is saved under the names of the model's parameters")
         return {}
     contents: dict[str, Any] = {"model": get_model_state_dict(model)}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if is_dtensor(parameter):
-            # A module's state dict has new tensors, which lack what describes the parameter's uneven shards.
+            # A module's state dict has new tensors, without the attributes that describe the parameter's uneven shards.
             for key in _get_fqns(model, name):
                 if key in contents["model"]:
                     describe_like(parameter, contents["model"][key])
@@ -73,7 +73,7 @@ def contents_of(
             laid_out.enter_context(one.state.laid_out(whole=whole))
         contents["optimizer"] = get_optimizer_state_dict(model, optimizers)
         if whole:
-            # In a strict load DCP refuses parameters without state, also where they need none.
+            # In a strict load DCP raises an error for parameters without state, even if they need none.
             for group in contents["optimizer"]["param_groups"]:
                 for name in group["params"]:
                     contents["optimizer"]["state"].setdefault(name, {})
@@ -83,7 +83,7 @@ def contents_of(
 def contents_to_save(
     model: torch.nn.Module | None, optimizers: list[torch.optim.Optimizer], extra: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the same with what the caller adds."""
+    """Return the state of ``contents_of``, with the caller's ``extra`` values."""
     with ExitStack() as laid_out:
         contents = contents_of(model, optimizers, laid_out, whole=False)
     if extra is not None:
@@ -95,7 +95,7 @@ def contents_to_save(
 
 
 def extra_of(reader: Reader) -> dict[str, Any] | None:
-    """Return what was saved as ``extra``."""
+    """Return the saved ``extra`` values."""
     if "extra" not in reader.objects:
         return None
     extra = reader.value("extra")
@@ -103,7 +103,7 @@ def extra_of(reader: Reader) -> dict[str, Any] | None:
 
 
 def compare(path: Path, wanted: Mapping[str, Any], metadata: Metadata, strict: bool) -> list[str]:
-    """Return the names that the checkpoint lacks; refuse a checkpoint of another model."""
+    """Return the names that the checkpoint lacks; raise if it is a checkpoint of another model."""
     found = metadata.state_dict_metadata
     for name, value in wanted.items():
         stored = found.get(name)
@@ -112,7 +112,7 @@ def compare(path: Path, wanted: Mapping[str, Any], metadata: Metadata, strict: b
                 f"{path}: {name} has shape {tuple(stored.size)} in the checkpoint and {tuple(value.shape)} here"
             )
         if stored is not None and isinstance(stored, TensorStorageMetadata) != isinstance(value, torch.Tensor):
-            raise CheckpointError(f"{path}: {name} is a tensor on one side and a value on the other")
+            raise CheckpointError(f"{path}: {name} is a tensor in only one of checkpoint and model")
     missing = [name for name in wanted if name not in found]
     if strict:
         both = [_listed("it lacks", _lacking(missing, found)), _listed("it also has", _foreign(wanted, found))]
@@ -189,10 +189,10 @@ def set_contents(
     *,
     strict: bool,
 ) -> None:
-    """Give a model and its optimizers what was loaded, and a beginning to what the checkpoint lacks."""
+    """Set the loaded values in a model and its optimizers, and reset state that the checkpoint lacks."""
     with torch.no_grad():
         for name in missing:
-            # State that the checkpoint lacks begins at zero; a master weight is made from its weight below.
+            # State that the checkpoint lacks starts from zero; a master weight is made from its weight below.
             value = wanted[name]
             if _is_state(name) and not name.endswith(MASTER_SUFFIX) and isinstance(value, torch.Tensor):
                 local(value).zero_()

@@ -1,7 +1,7 @@
-"""Saves in the background: a handle on each, one at a time, and failures that nobody has asked about.
+"""Saves in the background, one at a time: the handle of each save, and unobserved failures.
 
-An unobserved failure is raised by the next save from the same thread or to the same path. What is still unobserved at
-exit is printed.
+A failure is unobserved if it has not been raised yet. It is raised by the next save from the same thread or to the same
+path, or printed at exit.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
 current: list[Handle] = []
 """The last save in the background, until the next save has seen its end."""
 failed: list[Handle] = []
-"""Earlier ones with failures that nobody has asked about."""
+"""Earlier saves with unobserved failures."""
 
 _turn = threading.RLock()
-"""Held from the end of the earlier save until the next one has begun, so that threads begin theirs one after the other.
-Reentrant, because a signal's handler may save while its thread holds this."""
+"""Held from the end of the earlier save until the next one has begun, so that threads begin saves one after the other.
+Reentrant, because a signal handler may save while its thread holds the lock."""
 
 
 class Handle:
-    """A save under way.
+    """A save that runs in the background.
 
     Parameters
     ----------
     path
-        Where it is saved.
+        The checkpoint's path.
     snapshot
-        What is saved.
+        The state to save.
     work
-        Writes and commits it.
+        Writes and commits the snapshot.
     moved
-        Counts the bytes written, and knows how many there are to write.
+        Counts the bytes written, and knows the total.
     """
 
     def __init__(self, path: Path, snapshot: Snapshot, work: Callable[[], None], moved: _core.Moved) -> None:
@@ -87,12 +87,12 @@ class Handle:
         return (self._end or time.perf_counter()) - self._start
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait until the checkpoint is complete; raise what went wrong.
+        """Wait until the checkpoint is complete; raise the error if the save failed.
 
         Parameters
         ----------
         timeout
-            The most seconds to wait; then a ``TimeoutError``.
+            The most seconds to wait; after that a ``TimeoutError`` is raised.
         """
         if not self._done.wait(timeout):
             raise TimeoutError(f"the save has not ended after {timeout} s: {self.progress()}")
@@ -100,10 +100,11 @@ class Handle:
         self.raise_failure()
 
     def progress(self) -> dict[str, float | int]:
-        """Return how far the save is: bytes written and to write, and what it costs.
+        """Return the progress of the save, and its cost.
 
-        ``copied_bytes`` were copied, into ``copy_memory_bytes`` of memory. Steps waited for the writer ``stalls``
-        times, ``stall_s`` in total, and the writer paused for steps ``pauses`` times.
+        ``written_bytes`` of ``total_bytes`` are written. ``copied_bytes`` were copied, into ``copy_memory_bytes`` of
+        memory. Steps waited for the writer ``stalls`` times, ``stall_s`` in total, and the writer paused for steps
+        ``pauses`` times.
         """
         stats = self._stats or self._snapshot.stats()
         total = self._moved.expected()
@@ -111,17 +112,17 @@ class Handle:
         return {"written_bytes": min(self._moved.bytes(), total), "total_bytes": total, **stats}
 
     def has_unobserved_failure(self) -> bool:
-        """Whether something went wrong that has not been raised yet."""
+        """Whether the save failed and the error has not been raised yet."""
         return self._error is not None and not self._observed
 
     def raise_failure(self) -> None:
-        """Raise what went wrong, if anything did."""
+        """Raise the error if the save failed."""
         if self._error is not None:
             self._observed = True
             raise self._error
 
     def concerns(self, path: Path) -> bool:
-        """Whether a save to this path, from the current thread, has to hear of a failure."""
+        """Whether a save to this path, from the current thread, must raise a failure of this save."""
         return self._path == path or self._caller() is threading.current_thread()
 
 
@@ -133,17 +134,17 @@ def _forget_frames(error: BaseException | None) -> None:
 
 
 def take_turn(turn: ExitStack, path: Path, *, refuse: bool = False) -> None:
-    """Wait for a save under way, or refuse; raise an unobserved failure that concerns the caller.
+    """Wait for a running save, or raise if ``refuse`` is set; raise an unobserved failure that concerns the caller.
 
-    No other thread begins a save before ``turn`` ends.
+    Until ``turn`` ends, no other thread can begin a save.
     """
     if not _turn.acquire(blocking=not refuse):
-        raise CheckpointError("another thread begins a save; wait for it, or use when_busy='wait'")
+        raise CheckpointError("another thread is starting a save; wait for it, or use when_busy='wait'")
     turn.callback(_turn.release)
     for handle in list(current):
         if refuse and not handle.done():
             raise CheckpointError(
-                f"an earlier save is under way: {handle.progress()}; wait for its result(), or use when_busy='wait'"
+                f"an earlier save is running: {handle.progress()}; wait for its result(), or use when_busy='wait'"
             )
         handle._done.wait()
         current.clear()
@@ -156,14 +157,14 @@ def take_turn(turn: ExitStack, path: Path, *, refuse: bool = False) -> None:
 
 
 def wait_for_current() -> None:
-    """Wait for a save under way, whether it succeeds or not."""
+    """Wait for a running save, whether it succeeds or not."""
     for handle in list(current):
         handle._done.wait()
 
 
 @atexit.register
 def print_failures() -> None:
-    """Print failures that nobody has asked about. Python has waited for the end of the last save."""
+    """Print unobserved failures. At this point Python has waited for the end of the last save."""
     for handle in (*failed, *current):
         if handle.has_unobserved_failure():
             which = "the last" if handle in current else "an earlier"
@@ -172,7 +173,7 @@ def print_failures() -> None:
 
 
 _parents: list[Handle] = []
-"""A forked child keeps its parent's handles: freeing them could mean to wait for a thread of the parent."""
+"""A forked child keeps its parent's handles: freeing them could wait for a thread of the parent."""
 
 
 def _leave_saves_to_parent() -> None:

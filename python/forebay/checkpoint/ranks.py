@@ -1,4 +1,4 @@
-"""What ranks do together beside DCP's own plans: begin together, and have groups for saves in the background."""
+"""What ranks do together, besides DCP's plans: they begin together, and have process groups for background saves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ranks_of(group: Any) -> _DistWrapper:
 
 
 def on_all_ranks(work: Callable[[], T], group: Any) -> list[T]:
-    """Return what the work of every rank returned. Where the work fails on one rank, this raises on all ranks."""
+    """Return the results of the work of all ranks. If the work fails on one rank, this raises on all ranks."""
     ranks = ranks_of(group)
     if not ranks.use_dist:
         return [work()]
@@ -53,16 +53,17 @@ def on_all_ranks(work: Callable[[], T], group: Any) -> list[T]:
 
 
 def _sendable(error: BaseException | None, rank: int) -> Error | None:
-    """Return an error that can be sent to other ranks. Of an error that is not ours only the text surely can."""
+    """Return an error that can be sent to other ranks. Of other errors than forebay's, only the text is sent."""
     if error is None or isinstance(error, Error):
         return error
     return CheckpointError(f"failed on rank {rank}: {type(error).__name__}: {error}")
 
 
 def groups() -> tuple[Any, Any]:
-    """Return a process group that only saves in the background use, and one for the calls that begin them.
+    """Return a process group for background saves only, and one for the calls that begin them.
 
-    A thread must not share training's group, nor may these two be one. Their timeout is that of training's group.
+    A background thread must not share the group of training, and these two groups must differ. Both have the timeout of
+    training's group.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None, None
@@ -75,7 +76,7 @@ def groups() -> tuple[Any, Any]:
 
 
 def _timeout(group: Any) -> datetime.timedelta | None:
-    """Return the timeout of a group's collectives; None where its backend has none."""
+    """Return the timeout of a group's collectives; None if its backend has none."""
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         if options is not None:
@@ -94,7 +95,7 @@ def quietly() -> Iterator[None]:
 
 @contextmanager
 def plain_errors(what: str) -> Iterator[None]:
-    """Turn DCP's collection of every rank's failures, which is no ``Exception``, into the first of them."""
+    """Raise the first error of DCP's collection of errors of all ranks, which itself is no ``Exception``."""
     try:
         yield
     except CheckpointException as failed:

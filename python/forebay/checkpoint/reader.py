@@ -34,7 +34,7 @@ from forebay.errors import CheckpointError, Error
 from forebay.optim.base import Optimizer
 
 STAGE_BYTES = 128 << 20
-"""Bytes read at a time for tensors that cannot be read into: on a GPU, or of another type."""
+"""Bytes read at a time for tensors that need a copy: on a GPU, or of another type."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Reader(StorageReader):
     Parameters
     ----------
     path
-        What was given to ``Writer``, for its last complete checkpoint; or one numbered subfolder of it.
+        The path that was given to ``Writer``, for its last complete checkpoint; or one numbered subfolder of it.
     threads
-        Blocks read at once; by default one for each core, at most 8.
+        Number of blocks read at once; by default one for each core, at most 8.
     progress
         Whether to draw a progress bar; by default on a terminal.
     """
@@ -63,7 +63,7 @@ class Reader(StorageReader):
         self.path = absolute(path)
         self.threads = whole("threads", threads, 1, optional=True)
         self.progress = progress
-        # Why nothing can be loaded. Raised in `set_up_storage_reader`: what is raised there reaches all ranks.
+        # Why nothing can be loaded. Raised in `set_up_storage_reader`: errors from there reach all ranks.
         self.refused: Error | None = None
         # Whether any tensor may have been written to.
         self.has_read = False
@@ -81,14 +81,13 @@ class Reader(StorageReader):
             self.path = absolute(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Open the checkpoint, check its structure, and return what is in it."""
+        """Open the checkpoint, check its structure, and return its contents."""
         try:
             return self._open()
         except Error as error:
             if "rank" not in kwargs:
                 raise
-            # DCP ignores the first error, asks again for the metadata of one rank, and would then only say that there
-            # is none.
+            # DCP ignores this error, asks for the metadata of one rank, and then only reports that there is none.
             self.refused = error
             return Metadata({})
 
@@ -114,7 +113,7 @@ class Reader(StorageReader):
         return Metadata(described, planner_data=paths, storage_data=storage)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Raise why the checkpoint cannot be loaded. DCP tells all ranks what is raised here."""
+        """Raise the error if the checkpoint cannot be loaded. DCP sends errors from here to all ranks."""
         if self.refused is not None:
             raise self.refused
 
@@ -123,7 +122,7 @@ class Reader(StorageReader):
         return dataclasses.replace(plan, storage_data=self._opened)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Refuse to load different checkpoints on different ranks: another may have been completed meanwhile."""
+        """Raise if ranks opened different checkpoints: another save may have been completed meanwhile."""
         opened = [plan.storage_data for plan in plans if isinstance(plan.storage_data, _Opened)]
         if len({one.manifest_crc for one in opened}) > 1:
             folders = ", ".join(sorted({one.folder for one in opened}))
@@ -163,7 +162,7 @@ class Reader(StorageReader):
         assert self._checkpoint is not None
         described = self._manifest["tensors"].get(name)
         if described is None:
-            raise CheckpointError(f"{self._checkpoint.folder()}: a value names a tensor {name!r}, which is not there")
+            raise CheckpointError(f"{self._checkpoint.folder()}: a value refers to a tensor that is missing: {name!r}")
         found = torch.empty(described["shape"], dtype=dtype_of(described["dtype"], name), device=CPU)
         parts = []
         for chunk in described["chunks"]:
@@ -186,10 +185,10 @@ class Reader(StorageReader):
                 direct.append((item, target))
             else:
                 staged.append((item, target, stored))
-        # A save under way may still need what is about to be overwritten.
+        # A running save may still need the bytes that are about to be overwritten.
         wait_before_load()
         try:
-            # Whatever can be refused is refused here, before anything is written.
+            # All errors that can be detected early are raised here, before anything is written.
             self._read_into(direct, moved)
             batch: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
             for item, target, stored in staged:
@@ -255,7 +254,7 @@ def _pickled(value: Any) -> io.BytesIO:
 
 
 def _distrust(storages: set[int], reason: str) -> None:
-    """Let the optimizers whose state is in these storages refuse to step until they are loaded again."""
+    """Make optimizers whose state is in these storages refuse steps and saves until state is loaded again."""
     for optimizer in list(Optimizer.alive):
         states = dict.values(optimizer.state)
         mine = (local(value) for state in states for value in state.values() if isinstance(value, torch.Tensor))

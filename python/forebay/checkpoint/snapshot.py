@@ -1,8 +1,8 @@
-"""The state of one moment, for a save that goes on while training does.
+"""The state of one moment, for a save that runs during training.
 
 Optimizer state in pinned memory is not copied here: the engine keeps it, page by page, until it is written
-(``crates/engine/src/snapshot/pages.rs``). Everything else is copied at once, as far as the budget goes: parameters,
-buffers, counters. Tensors beyond the budget are read in place (``_live.py``).
+(``crates/engine/src/snapshot/pages.rs``). Everything else (parameters, buffers, counters) is copied at once, until the
+budget is used up. Tensors that do not fit are read in place (``_live.py``).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from forebay.checkpoint.contents import ours
 from forebay.optim.base import Optimizer
 
 SMALL_BYTES = 64 << 10
-"""Smaller tensors of the host are copied one by one."""
+"""Host tensors smaller than this are copied one by one."""
 
 _copies: dict[tuple[int, str], _core.HostCopies] = {}
 """For each process and device, the memory for the copies of the next snapshot."""
@@ -38,7 +38,7 @@ class Snapshot:
     optimizers
         The optimizers whose state is part of it.
     budget_bytes
-        The most host memory for copies; None for as much as they need, as far as there is memory.
+        The most host memory for copies; None for as much as needed, up to 75 % of the available memory.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Snapshot:
         room = _room() if budget_bytes is None else budget_bytes
         try:
             others = _leaves(state, _pinned(optimizers))
-            # Where there is room for all tensors, nothing else about them matters.
+            # If all tensors fit, it does not matter which of them steps change.
             is_short = sum(local(tensor).nbytes for tensor in others) > room
             stepped = _stepped(optimizers) if is_short else {}
             # Tensors that no step waits for are copied first.
@@ -73,7 +73,7 @@ class Snapshot:
             raise
 
     def _copy(self, tensors: list[torch.Tensor], room: int) -> dict[int, torch.Tensor]:
-        """Return copies of the tensors for which there is room."""
+        """Return copies of the tensors that fit into the budget."""
         replaced: dict[int, torch.Tensor] = {}
         together: dict[torch.device, list[torch.Tensor]] = {}
         for tensor in tensors:
@@ -106,7 +106,7 @@ class Snapshot:
         ]
 
     def wait_for_loose(self) -> None:
-        """Wait until tensors may be changed for which no step waits."""
+        """Wait until live tensors that no step waits for are written, so that they may be changed."""
         if self._is_loose:
             self.live.written.wait()
 
@@ -116,7 +116,7 @@ class Snapshot:
             kept.copy_ahead(threads, bytes_per_s)
 
     def stats(self) -> dict[str, float | int]:
-        """Return what the snapshot has cost so far."""
+        """Return the snapshot's copies and waits so far."""
         kept = self.kept  # The saving thread may set it to None meanwhile.
         copied, taken, stalls, stall_ns, pauses = (0,) * 5 if kept is None else kept.stats()
         return {
@@ -128,7 +128,7 @@ class Snapshot:
         }
 
     def finish(self) -> None:
-        """Keep nothing any longer."""
+        """End the snapshot and free its copies."""
         self.live.finish()
         if self.kept is not None:
             self.kept.finish()
@@ -145,14 +145,14 @@ def release_copies() -> None:
 
 
 def wait_before_load() -> None:
-    """Wait until a save under way no longer needs parameters and state as they are."""
+    """Wait until no save needs the present parameters and state any longer."""
     wait_for_live()
     for optimizer in list(Optimizer.alive):
         optimizer._protect()
 
 
 def _room() -> int:
-    """Return how much memory copies may take by default: three quarters of what is available or kept for copies."""
+    """Return the default budget: three quarters of the memory that is available or kept for copies."""
     ours = sum(copies.bytes() for (process, _), copies in _copies.items() if process == os.getpid())
     return int((_core.host_memory()[1] + _core.kept_copy_bytes() + ours) * 0.75)
 
@@ -163,7 +163,7 @@ def _keepers(optimizers: list[torch.optim.Optimizer]) -> list[Optimizer]:
 
 
 def _pinned(optimizers: list[torch.optim.Optimizer]) -> set[int]:
-    """Return the addresses of state that the engine keeps by itself: all but the counters."""
+    """Return the addresses of state that the engine keeps: everything except the counters."""
     return {
         address(local(view))
         for one in _keepers(optimizers)
@@ -174,7 +174,7 @@ def _pinned(optimizers: list[torch.optim.Optimizer]) -> set[int]:
 
 
 def _stepped(optimizers: list[torch.optim.Optimizer]) -> dict[int, torch.Tensor]:
-    """Return by address what normally only steps of these optimizers change: parameters and state."""
+    """Return the parameters and state that normally only steps of these optimizers change, by address."""
     return {
         address(local(tensor)): tensor
         for one in optimizers
@@ -193,8 +193,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _leaves(value: Any, pinned: set[int]) -> list[torch.Tensor]:
     """Return the tensors in nested state that the engine does not keep.
 
-    The engine does not keep tensors whose elements are in another order than in a file, even in its own memory: to put
-    them in order, torch would read the memory while the engine does not know.
+    This includes tensors in the engine's memory whose elements are in another order than in a file: torch would read
+    that memory to put them in order, and the engine would not know of it.
     """
     if isinstance(value, torch.Tensor):
         inner = local(value)
@@ -207,7 +207,7 @@ def _leaves(value: Any, pinned: set[int]) -> list[torch.Tensor]:
 
 
 def _rebuilt(value: Any, replaced: dict[int, torch.Tensor]) -> Any:
-    """Return nested state with some tensors replaced, and with copies of everything that is no tensor."""
+    """Return nested state with some tensors replaced, and with copies of all other values."""
     if isinstance(value, torch.Tensor):
         return replaced.get(id(value), value)
     if isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""Values that are no tensors, as JSON and back: a checkpoint has them without pickle.
+"""Values that are no tensors, as JSON and back, without pickle.
 
-Numbers, texts, None, lists, and dicts whose keys are sorted texts are stored as they are. Everything else is an object
-whose key ``$`` names its type. A tensor among the values is stored as a tensor of the checkpoint; its name is stored in
-its place.
+Numbers, strings, None, lists, and dicts whose keys are sorted strings are stored as plain JSON. Everything else is an
+object whose key ``$`` names its type. A tensor among the values is stored as a tensor of the checkpoint, and the value
+has the tensor's name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _KINDS = {kind: made for made, kind in _DICTS.items()}
 
 
 class Encoded:
-    """A value as JSON, or the reason why it has none. That is raised later, where ``dcp.save`` tells every rank."""
+    """A value as JSON, or an error. The error is raised later, when ``dcp.save`` can send it to all ranks."""
 
     def __init__(self, value: Any, tensors: dict[str, torch.Tensor], name: str) -> None:
         self._json: Any = None
@@ -38,7 +38,7 @@ class Encoded:
             self._error = error
 
     def json(self) -> Any:
-        """Return the JSON, or raise the reason."""
+        """Return the JSON, or raise the error."""
         if self._error is not None:
             raise self._error
         return self._json
@@ -54,16 +54,16 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor] | None = None
     name
         Its name, for errors and for the names of tensors.
     tensors
-        The tensors that are found are added here, by name. Without it, only single numbers may be tensors.
+        Tensors among the values are added here, by name. Without it, only 0-dim tensors are allowed.
     """
     if type(value) is Encoded:
         return value.json()
     if isinstance(value, torch.Tensor):
         if tensors is not None:
             if value.layout != torch.strided or value.is_meta:
-                what = "has no data, being on the device meta" if value.is_meta else f"has the layout {value.layout}"
-                raise CheckpointError(f"{name} {what}, which a checkpoint cannot keep; make it dense before saving")
-            # Two paths of keys may be the same text once they are joined.
+                what = "is on the device meta and has no data" if value.is_meta else f"has layout {value.layout}"
+                raise CheckpointError(f"{name} {what}, which a checkpoint cannot store; make it dense before saving")
+            # Two paths of keys may give the same string when they are joined.
             while name in tensors:
                 name += "_"
             tensors[name] = value
@@ -75,7 +75,7 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor] | None = None
                 "dtype": str(value.dtype).removeprefix("torch."),
             }
     elif value is None or isinstance(value, (bool, str)):
-        # Subclasses of str (an enum's members, for example) would be loaded as plain texts.
+        # Subclasses of str (an enum's members, for example) would be loaded as plain strings.
         if type(value) in (type(None), bool, str):
             return value
     elif type(value) is int:
@@ -107,8 +107,8 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor] | None = None
         # A scalar of numpy.
         return encode(value.item(), name)
     raise CheckpointError(
-        f"{name} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot keep; make it of "
-        "tensors, numbers, texts, bytes, lists, tuples and dicts"
+        f"{name} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot store; use "
+        "tensors, numbers, strings, bytes, lists, tuples and dicts"
     )
 
 

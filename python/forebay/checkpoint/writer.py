@@ -46,7 +46,7 @@ class _Place:
 
 @dataclasses.dataclass(frozen=True)
 class _StoredItem:
-    """What a rank tells the coordinator about one item. The first item of a rank also has the rank's files."""
+    """What a rank sends to the coordinator about one item. The first item of a rank also has the rank's files."""
 
     value: Any = None
     tensor: dict[str, Any] | None = None
@@ -54,7 +54,7 @@ class _StoredItem:
 
 
 class Writer(StorageWriter):
-    """Writes a checkpoint for ``dcp.save`` into a new numbered subfolder of a path. A save completes it or leaves none.
+    """Writes a checkpoint for ``dcp.save`` into a new numbered subfolder of a path. It is complete or ignored.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ class Writer(StorageWriter):
     keep_last
         After a save, keep this many complete checkpoints of this path; by default all.
     threads
-        Files that each rank writes at once; by default one for each core, at most 8.
+        Number of files that each rank writes at once; by default one for each core, at most 8.
     progress
         Whether to draw a progress bar; by default on a terminal.
     """
@@ -102,20 +102,20 @@ class Writer(StorageWriter):
             self._saving = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Refuse a save without collectives."""
+        """Raise if the save has no collectives."""
         if kwargs.get("use_collectives") is False:
             raise OptionError(
                 "use_collectives=False is not supported: a checkpoint is complete when every rank's part is"
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is, or raise a reason not to save. DCP tells all ranks what is raised here."""
+        """Return the plan unchanged, or raise a reason not to save. DCP sends errors from here to all ranks."""
         for check in self.checks:
             check()
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the new subfolder and tell every rank."""
+        """Make the new subfolder and send its name to every rank."""
         self.abandon()
         self._saving = _core.Saving(self.path)
         folder = self._saving.folder()
@@ -206,7 +206,7 @@ class Writer(StorageWriter):
 
 
 def write_state(state: dict[str, Any], writer: Writer, process_group: Any) -> None:
-    """Plan, write and commit as ``dcp.save`` does, without its warning where there is only one process."""
+    """Plan, write and commit as ``dcp.save`` does, without its warning that there is only one process."""
     planner = DefaultSavePlanner()
     ranks = ranks_of(process_group)
     metadata: Metadata | None = None
@@ -237,7 +237,7 @@ def write_state(state: dict[str, Any], writer: Writer, process_group: Any) -> No
 
 
 def write_in_background(state: dict[str, Any], writer: Writer, process_group: Any) -> None:
-    """Do the same in a thread of its own: the ranks may lose each other, because nothing in training waits for this."""
+    """Run ``write_state`` in its own thread. A rank may end meanwhile, because nothing in training waits for this."""
     try:
         write_state(state, writer, process_group)
     except Error:
@@ -245,8 +245,8 @@ def write_in_background(state: dict[str, Any], writer: Writer, process_group: An
     except Exception as error:
         # A failure of one rank reaches all ranks as an `Error`. Only the exchange itself can fail in another way.
         raise CheckpointError(
-            f"{writer.path}: not saved, since the ranks did not reach each other: {type(error).__name__}: {error}; "
-            "call result() on all of them before one ends or destroys its process group"
+            f"{writer.path}: not saved: communication between ranks failed: {type(error).__name__}: {error}; call "
+            "result() on all ranks before one of them ends or destroys its process group"
         ) from error
 
 
@@ -288,13 +288,13 @@ def _resolved(items: list[WriteItem], planner: SavePlanner) -> tuple[list[torch.
 
 
 def _dense(data: Any) -> torch.Tensor:
-    """Return a tensor's elements as a file has them: in order, without gaps."""
+    """Return a tensor's elements as a file stores them: in order, without gaps."""
     tensor = local(data).detach()
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 def _columns(items: list[WriteItem], tensors: list[torch.Tensor]) -> dict[str, list[Any]]:
-    """Return what the engine has to know about tensors: one list for each property."""
+    """Return the properties of tensors that the engine needs: one list for each property."""
     described = [(item.index.fqn, _described(item)) for item in items]
     return {
         "name": [_entry_name(name, of.chunk, of.size) for name, of in described],
@@ -306,7 +306,7 @@ def _columns(items: list[WriteItem], tensors: list[torch.Tensor]) -> dict[str, l
 
 
 def _entry_name(name: str, chunk: ChunkStorageMetadata, size: torch.Size) -> str:
-    """Return a chunk's name in its file: the tensor's, with ranges where the chunk is a part."""
+    """Return a chunk's name in its file: the tensor's, with ranges if the chunk is a part."""
     if chunk.sizes == size:
         return name
     ranges = (f"{offset}:{offset + length}" for offset, length in zip(chunk.offsets, chunk.sizes, strict=True))

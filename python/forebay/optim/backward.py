@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Gradient:
-    """A gradient that is being copied, and what it was when the copy began."""
+    """A gradient that is being copied, and its address, type and bits when the copy began."""
 
     # Held, so that its memory is not reused while it is being read.
     tensor: torch.Tensor
@@ -33,7 +33,7 @@ class Gradient:
 
     @classmethod
     def of(cls, gradient: torch.Tensor) -> Gradient:
-        """Note what a gradient is now."""
+        """Record address, type and bits of a gradient now."""
         return cls(gradient, looks_of(gradient), Fingerprint(local(gradient)))
 
     def is_at(self, gradient: torch.Tensor | None) -> bool:
@@ -41,12 +41,12 @@ class Gradient:
         return gradient is not None and address(local(gradient)) == self.looks[0]
 
     def is_still(self, gradient: torch.Tensor | None) -> bool:
-        """Whether a parameter's gradient is this one, unchanged as far as can be seen without reading its bits."""
+        """Whether a parameter's gradient has the same address, type, order and version. Its bits are not read."""
         return gradient is not None and looks_of(gradient) == self.looks
 
 
 def looks_of(gradient: torch.Tensor) -> tuple[Any, ...]:
-    """Return where a gradient is, in what order and type, and how often torch saw it changed."""
+    """Return a gradient's address, shape, order, type and version counters."""
     inner = local(gradient)
     return address(inner), inner.shape, inner.stride(), inner.dtype, gradient._version, inner._version
 
@@ -78,20 +78,20 @@ class Landed:
                 engine.finish_landing(home)
 
     def drop(self, engine: _core.Optimizer, parameter: torch.Tensor) -> None:
-        """Release a gradient that its parameter no longer has, once its copy has ended."""
+        """Wait for the copy of a gradient that its parameter no longer has, and release it."""
         known = self.gradients.get(id(parameter))
         if known is not None and not known[2].is_at(parameter.grad):
             engine.finish_landing(known[1])
             del self.gradients[id(parameter)]
 
     def forget(self, engine: _core.Optimizer) -> None:
-        """Release all of them, once their copies have ended."""
+        """Wait for all copies, and release all gradients."""
         if self.gradients:
             engine.finish_landing(None)
             self.gradients.clear()
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         take_off(self.hooked)
 
 
@@ -108,11 +108,11 @@ def last_backward(optimizer: Optimizer) -> Iterator[None]:
     options, landed = optimizer._options, optimizer._landed
     if not options.updates_on_host:
         raise OptionError(
-            f"last_backward belongs to placements 'host' and 'hybrid', this is {options.placement!r} with no part on "
-            "the host; call backward without it"
+            f"last_backward needs placement 'host' or 'hybrid', and the host must update a part; this is "
+            f"{options.placement!r} with no part on the host; call backward without it"
         )
     if landed.active:
-        raise OptionError("last_backward is not to be nested")
+        raise OptionError("last_backward cannot be nested")
     # All memory is pinned here: in a hook of autograd or FSDP pinning could deadlock with a collective.
     optimizer.prepare()
     engine, compute = optimizer._open()
@@ -190,7 +190,7 @@ def hook(reference: weakref.ref[Optimizer]) -> Any:
 
 
 class Reducers:
-    """How many modules that reduce gradients late have been given a submodule since the first search for them.
+    """Counts the submodules that were added to modules that reduce gradients late, since the first search for them.
 
     Torch keeps no list of such modules, so the search reads all objects of the process. It is repeated only when there
     may be another one.
@@ -200,13 +200,13 @@ class Reducers:
 
     @classmethod
     def note(cls, module: torch.nn.Module, _name: str, _taken: Any) -> None:
-        """Count one: torch calls this when a module is given another."""
+        """Count one. Torch calls this when a submodule is added to a module."""
         if isinstance(module, late()):
             cls.count = (cls.count or 0) + 1
 
 
 def late_reducers() -> int:
-    """Return the count, 0 in a process that is not one of several."""
+    """Return the count; 0 if torch.distributed is not initialized."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return 0
     if Reducers.count is None:
@@ -224,7 +224,7 @@ def late() -> tuple[type, ...]:
 
 
 def refuse_late_reduction(parameters: list[torch.Tensor]) -> None:
-    """Refuse parameters of modules that reduce gradients after the hooks have seen them."""
+    """Raise if a module has these parameters and reduces gradients after the hooks have seen them."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return
@@ -235,6 +235,6 @@ def refuse_late_reduction(parameters: list[torch.Tensor]) -> None:
             continue
         if any(id(parameter) in mine for parameter in module.parameters()):
             raise OptionError(
-                f"last_backward does not work under {type(module).__name__}: gradients are reduced after they are "
-                "seen; call backward without it, or shard with FSDP2 (fully_shard)"
+                f"last_backward does not work under {type(module).__name__}, which reduces gradients too late; call "
+                "backward without it, or shard with FSDP2 (fully_shard)"
             )

@@ -1,7 +1,7 @@
-"""The base of all optimizers: torch's contract over the engine, whatever the update rule.
+"""The base class of all optimizers: torch's contract over the engine, for every update rule.
 
-A subclass names a rule of the engine and how a group's settings become the rule's numbers. Everything else goes by the
-rule's columns: this file and its neighbours know no optimizer by name.
+A subclass names a rule of the engine and says how a group's settings become the rule's numbers. Everything else depends
+on the rule's columns only. This file names no optimizer.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Clip:
-    """What a step does with the gradients' norm."""
+    """How a step clips the gradients' norm."""
 
-    # What gradients are multiplied with, an f32 on the device; None for no clipping.
+    # The factor of all gradients, an f32 on the device; None for no clipping.
     coefficient: torch.Tensor | None = None
-    # Whether the norm is not finite and the step is left out.
+    # Whether the norm is not finite and the step is skipped.
     skips: bool = False
 
 
 class Optimizer(torch.optim.Optimizer):
-    """An optimizer of torch's kind whose state may be on the host, and whose update runs on the GPU, the host or both.
+    """A ``torch.optim.Optimizer`` that can keep its state in host memory and update it on the GPU, the host or both.
 
     State lives in pinned host memory, flat and of exact size. During ``step`` it streams through a ring of ``slots``
     buffers of ``chunk_bytes`` on the GPU, at the speed of the link. ``step`` returns when the last update has been
-    launched. At most ``slots`` stores are then still running, and reading the state through this object waits for the
+    launched. At most ``slots`` stores are then still running. Reading the state through this object waits for the
     stores that it needs.
 
     Parameters
@@ -69,12 +69,12 @@ class Optimizer(torch.optim.Optimizer):
     Other Parameters
     ----------------
     placement
-        Where state is and what updates it, with the same bits everywhere. ``"stream"`` keeps it on the host and updates
-        it on the GPU. ``"resident"`` keeps it on the parameters' device. ``"host"`` keeps and updates it on the host:
-        gradients are copied to the host and weights back. ``"hybrid"`` divides it between GPU and host, which work at
-        the same time.
+        Where state is and what updates it; all placements give the same bits. ``"stream"`` keeps state on the host and
+        updates it on the GPU. ``"resident"`` keeps state on the parameters' device. ``"host"`` keeps and updates state
+        on the host: gradients are copied to the host and weights back. ``"hybrid"`` keeps state on the host; GPU and
+        host share the update and work at the same time.
     chunk_bytes
-        Bytes of one slot, all columns of state together.
+        Bytes of one slot, for all columns of state together.
     slots
         Slots in the ring; ``slots * chunk_bytes`` is the GPU memory that a step needs.
     master_weights
@@ -82,21 +82,22 @@ class Optimizer(torch.optim.Optimizer):
     state_dtype
         The type of the state; ``torch.float32``.
     max_grad_norm
-        Clip the gradients' global norm inside the step. The coefficient is computed and used on the device. Gradients
-        themselves stay as they are.
+        Clip the gradients' global norm inside the step. The coefficient is computed and used on the device. The
+        gradients themselves are not changed.
     skip_nonfinite
-        Leave a step out when the norm is not finite. Costs one wait for the device in each step.
+        Skip a step whose norm is not finite. This costs one wait for the device in each step.
     pinned_budget_bytes
-        Refuse to pin more than this: state, the gradients of ``last_backward``, and where the host updates parameters
-        of a GPU a ring of ``2 * slots * chunk_bytes`` for their gradients and weights.
+        The most host memory to pin; a larger need raises an error. It covers state and the gradients of
+        ``last_backward``. If the host updates parameters of a GPU, it also covers a ring of
+        ``2 * slots * chunk_bytes`` for their gradients and weights.
     device
         Where to compute when parameters are on the CPU; by default on the CPU.
     host_fraction
-        The part of the state, by bytes, that the host updates in placement ``"hybrid"``. ``"auto"``, the default, finds
-        in the first steps the part that makes GPU and host finish together, and uses it until a step updates more than
-        twice as much.
+        The part of the state, by bytes, that the host updates in placement ``"hybrid"``. ``"auto"``, the default,
+        measures the fastest share in the first steps. It measures again when a step updates more than twice as many
+        bytes.
     host_threads
-        Threads that update on the host; by default as many as this process has cores.
+        Number of threads that update on the host; by default one for each core of this process.
     host_kernel
         ``"portable"``, ``"avx2"`` or ``"avx512"``; by default the best that this CPU has.
     """
@@ -127,7 +128,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @classmethod
     def check_settings(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """Refuse settings that cannot work; return the defaults of a group, with all keys of this version of torch."""
+        """Raise if a setting is invalid; return the defaults of a group, with all keys of this version of torch."""
         assert cls.reference is not None
         reference: Any = cls.reference
         try:
@@ -140,9 +141,10 @@ class Optimizer(torch.optim.Optimizer):
         self._options = options
         self._rule = _core.Rule(self.rule)
         self._state = State(self)
-        # Opened at its first use, never in the constructor. It knows whether it is closed, has a ring, can be trusted.
+        # Opened at its first use, never in the constructor. The engine knows whether it is closed, has a ring, and can
+        # be trusted.
         self._engine: _core.Optimizer | None = None
-        # The process that opened it.
+        # The process that opened the engine.
         self._process = 0
         self._compute = CPU
         # Where the engine has the state of a parameter, by its id: the table's number, and the place there.
@@ -155,7 +157,7 @@ class Optimizer(torch.optim.Optimizer):
         self._grad_norm: torch.Tensor | None = None
         self._step_s = 0.0
 
-    # What torch's optimizers do.
+    # The methods of torch's optimizers.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; their state is created with the next step, load or ``prepare``."""
@@ -223,7 +225,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> State:
-        """A parameter's state by parameter. Reading waits for its stores, and what is written is what counts."""
+        """The state of each parameter. Reading waits for pending stores. The next step uses assigned values."""
         return self._state
 
     @state.setter
@@ -232,7 +234,7 @@ class Optimizer(torch.optim.Optimizer):
             self._state.replace(values)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return state and groups as in torch. The tensors are the live ones, the dicts around them are not."""
+        """Return state and groups as in torch. The tensors are the live ones, the dicts around them are copies."""
         packed = super().state_dict()
         state = packed.get("state", {})
         return {
@@ -241,9 +243,9 @@ class Optimizer(torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load state in the format of torch's optimizer of this kind, in place: nothing passes through the GPU.
+        """Load state in the format of torch's optimizer of this kind, in place and without using the GPU.
 
-        Everything is checked before anything is changed. State of parameters that the dict does not have starts anew.
+        Everything is checked before anything is changed. State that the dict does not have is reset.
         """
         load(self, state_dict)
 
@@ -254,7 +256,7 @@ class Optimizer(torch.optim.Optimizer):
         Parameters
         ----------
         closure
-            Computes the loss again; its value is returned.
+            A function that computes the loss again; its value is returned.
         """
         loss = None
         if closure is not None:
@@ -284,7 +286,7 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in torch. Copies of gradients for a step that was left out are dropped too."""
+        """Do the same as torch. Also drop gradients that ``last_backward`` copied."""
         super().zero_grad(set_to_none)
         if self._engine is not None and not self._is_inherited():
             self._landed.forget(self._engine)
@@ -307,7 +309,7 @@ class Optimizer(torch.optim.Optimizer):
         return self._flat
 
     def _explain(self, found: Found, compute: torch.device) -> None:
-        """Say which parameter or gradient the engine cannot work on."""
+        """Raise an error that names the parameter or gradient that the engine cannot use."""
         rows = zip(found.inner, found.inner_gradients, found.groups, found.positions, strict=True)
         for parameter, gradient, group, position in rows:
             name = self._name(group, position)
@@ -318,7 +320,7 @@ class Optimizer(torch.optim.Optimizer):
                     f"{name} is on {parameter.device}, this optimizer computes on {compute}; make the optimizer "
                     "after moving the model, or use one optimizer for each device"
                 )
-        raise OptionError("parameters and gradients do not fit together")
+        raise OptionError("parameters and gradients differ in device, type or size")
 
     def _clip(self, gradients: list[torch.Tensor], compute: torch.device) -> Clip:
         limit = self._options.max_grad_norm
@@ -331,11 +333,11 @@ class Optimizer(torch.optim.Optimizer):
         return Clip(torch.clamp(limit / (norm + 1e-6), max=1.0).to(device=compute, dtype=torch.float32))
 
     def _update(self, engine: _core.Optimizer, compute: torch.device, found: Found, clip: Clip) -> None:
-        """Let the engine update what was found, after the checks that need its state."""
+        """Let the engine update the parameters, after the checks that need its state."""
         assert found.properties is not None
         self._open_ring(engine, compute)
         table = found.flat.table if found.whole else None
-        # Where all parameters are those of one table, what fitted in the last step is not checked again.
+        # If all parameters are those of one table, parameters that fitted in the last step are not checked again.
         homes = [self._homes[id(parameter)] for parameter in found.parameters] if table is None else None
         if table is None or found.properties.fits is not table:
             self._check_unchanged(found, *self._created_as(table, homes))
@@ -364,7 +366,7 @@ class Optimizer(torch.optim.Optimizer):
         return [self._tables[number].strides[index] for number, index in homes or ()]
 
     def _check_unchanged(self, found: Found, devices: list[int], shapes: list[torch.Size]) -> None:
-        """Refuse parameters that are no longer what their state was created for."""
+        """Raise if a parameter has another device or shape than its state was created for."""
         assert found.properties is not None
         if found.properties.looked.devices == devices and found.properties.shapes == shapes:
             return
@@ -383,20 +385,20 @@ class Optimizer(torch.optim.Optimizer):
                 )
 
     def _check_apart(self, found: Found) -> None:
-        """Refuse parameters that share memory: torch updates them in turn, the engine updates them together."""
+        """Raise if parameters share memory: torch updates them in turn, the engine updates them together."""
         assert found.looked is not None
         parameters = found.looked[0]
         pair = parameters.overlap(self._apart)
         if pair is not None:
             first, second = (self._name(found.groups[place], found.positions[place]) for place in pair)
             raise OptionError(
-                f"{first} and {second} share memory; use one and the same parameter in both places, or give each "
-                "memory of its own with clone"
+                f"{first} and {second} share memory; use the same parameter in both places, or give each its own "
+                "memory with clone"
             )
         self._apart = parameters
 
     def _addresses(self, found: Found) -> list[list[list[int]]]:
-        """Return where the columns of resident state are, for each parameter of each table."""
+        """Return the addresses of resident columns, for each parameter of each table."""
         state = self.state
         addresses: list[list[list[int]]] = [[[] for _ in table.parameters] for table in self._tables]
         for parameter, group, position in zip(found.parameters, found.groups, found.positions, strict=True):
@@ -409,7 +411,9 @@ class Optimizer(torch.optim.Optimizer):
                     raise OptionError(f"{column} of {name} was moved to {inner.device} as {inner.dtype}; move it back")
                 if inner.shape != table.shapes[index] or (inner.numel() > 1 and inner.stride() != table.strides[index]):
                     name = self._name(group, position)
-                    raise OptionError(f"{column} of {name} was given another shape or order; assign it through state")
+                    raise OptionError(
+                        f"{column} of {name} has another shape or stride; assign it with state[p][{column!r}] = tensor"
+                    )
                 addresses[number][index].append(address(inner))
         return addresses
 
@@ -427,7 +431,7 @@ class Optimizer(torch.optim.Optimizer):
             self._engine, self._process = self._options.open(engine_name(self._compute), self.rule), os.getpid()
         if self._is_inherited():
             raise DeviceError(
-                "this optimizer was used before fork() and does not work in the child; make another there"
+                "this optimizer was used before fork() and does not work in the child; make a new one there"
             )
         if self._engine.closed:
             raise OptionError("this optimizer was closed; make a new one")
@@ -453,7 +457,7 @@ class Optimizer(torch.optim.Optimizer):
         self._tables[table].parameters[index] = None
 
     def _open_ring(self, engine: _core.Optimizer, compute: torch.device) -> None:
-        """Make the ring where there is none and this placement needs one."""
+        """Make the ring if this placement needs one and has none yet."""
         if engine.has_ring or not (size := engine.ring_bytes()):
             return
         # From torch's own allocator, so that its statistics include the ring.
@@ -485,8 +489,8 @@ class Optimizer(torch.optim.Optimizer):
         """Wait for the stores into a parameter's state, or for all of them."""
         if self._tables and self._is_inherited():
             raise DeviceError(
-                "this optimizer was used before fork(), and its pinned state is not there in the child; read it in the "
-                "parent, or make another optimizer in the child"
+                "this optimizer was used before fork(), and its state is not available in the child; read it in the "
+                "parent, or make a new optimizer in the child"
             )
         if self._engine is not None and not self.is_closed:
             if parameter is None:
@@ -494,12 +498,12 @@ class Optimizer(torch.optim.Optimizer):
             elif (home := self._homes.get(id(parameter))) is not None:
                 self._engine.settle(*home)
         if self.state.fresh:
-            # A step makes a master from its weight by itself; a reader before the first step sees it too. After the
-            # wait: a store of neighbours in the same chunk may still be writing the zeros.
+            # The first step makes each master from its weight. A reader before that step must see the master too. This
+            # comes after the wait: a store of neighbours in the same chunk may still be writing the zeros.
             self.state.make_masters(parameter)
 
     def _protect(self) -> None:
-        """Wait until state may be written here, as far as a running save is concerned."""
+        """Wait until no save needs the present state any longer."""
         wait_for_live(self)
         if self._engine is not None and not self._is_inherited() and not self._engine.closed:
             self._engine.protect_all()
@@ -510,9 +514,9 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def refresh_master_weights(self) -> None:
-        """Make every master follow its parameter now: where a master's rounding is not the weight, the weight wins.
+        """Update each master whose rounding differs from its parameter.
 
-        The step does the same by itself; this is for code that reads ``master_param`` before it.
+        Every step does the same. Call this if code reads ``master_param`` before the next step.
         """
         self.synchronize()
         self._protect()
@@ -524,15 +528,18 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
-        """The gradients' norm at the last step, a 0-dim tensor; None without ``max_grad_norm``. Reading it waits."""
+        """The gradients' norm at the last step; None without ``max_grad_norm``.
+
+        It is a 0-dim tensor. Reading its value waits for the device.
+        """
         return self._grad_norm
 
     def stats(self) -> dict[str, float | int]:
-        """Return the last step in numbers. Waits for its stores.
+        """Return statistics of the last step. Waits for its stores.
 
-        Bytes are payload: two f32 columns without masters are exactly 8 bytes for each parameter and direction. The
-        times of the stages are sums over chunks, measured on one chunk in 64. The step waited ``stalls`` times for a
-        slot of the ring, and ``save_stalls`` times for the writer of an ``async_save``.
+        Bytes are payload: two f32 columns without masters are exactly 8 bytes for each element and direction. The times
+        of the stages are sums over chunks, measured on one chunk in 64. The step waited ``stalls`` times for a slot of
+        the ring, and ``save_stalls`` times for the writer of an ``async_save``.
         """
         engine = self._engine or self._options.open(engine_name(CPU), self.rule)
         found = {"step_s": self._step_s, **engine.stats()}
@@ -544,32 +551,33 @@ class Optimizer(torch.optim.Optimizer):
     def last_backward(self) -> AbstractContextManager[None]:
         """Mark the last backward before a step: ``with optimizer.last_backward(): loss.backward()``.
 
-        Gradients are then copied to the host as they become final, and the step uses the copies. For placements
-        ``"host"`` and ``"hybrid"``, plain modules and FSDP2; refused under DDP, which reduces gradients later. Memory
-        for them is pinned at the first use: as many bytes as the gradients have.
+        Gradients are then copied to the host as they become final, and the step uses the copies. This works with
+        placements ``"host"`` and ``"hybrid"``, with plain modules and FSDP2. Under DDP and FSDP1, which reduce
+        gradients later, it raises an error. Memory for the copies is pinned at the first use: as many bytes as the
+        gradients have.
         """
         return last_backward(self)
 
     # Failure, and the end.
 
     def distrust(self, reason: str) -> None:
-        """Refuse to step until the state has been loaded anew: a load failed after it had written some of it."""
+        """Refuse steps and saves until state is loaded again, because a load failed after it had changed some state."""
         engine = self._engine or self._open()[0]
         engine.distrust(f"its last load broke off with: {reason}")
 
     def check_trusted(self, done: str) -> None:
-        """Refuse state that a load or a step left half written."""
+        """Raise if a load or a step failed and left the state half written."""
         reason = None if self._engine is None or self._is_inherited() else self._engine.distrusted
         if reason is not None:
             raise CheckpointError(
-                f"the optimizer cannot be {done}: {reason}; load a checkpoint that is whole, and the model's with it"
+                f"the optimizer cannot be {done}: {reason}; load a complete checkpoint of optimizer and model"
             )
 
     def close(self) -> None:
-        """Free ring and pinned memory. State that is still referenced stays readable, and keeps its memory."""
+        """Free ring and pinned memory. Tensors of state that are still in use stay readable and keep their memory."""
         if not self._is_inherited() and not self.is_closed:
             if self._engine is None:
-                # One that was never used holds nothing: only the fact that it is closed has to be kept.
+                # An optimizer that was never used has nothing to free. A new engine records that it is closed.
                 self._engine, self._process = self._options.open(engine_name(CPU), self.rule), os.getpid()
             self._landed.forget(self._engine)
             self._engine.close()

@@ -59,7 +59,7 @@ def create(optimizer: Optimizer, flat: Flat, found: list[torch.Tensor]) -> None:
 
 
 def check_columns(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Refuse groups that need other state than was created."""
+    """Raise if a group needs other columns than its state was created with."""
     for index, group in enumerate(groups):
         needed = optimizer._rule.keeps(optimizer.numbers(group))
         for parameter in group["params"]:

@@ -1,7 +1,7 @@
-"""The parameters of a step as lists: which have a gradient, where they are in memory, what they are.
+"""The parameters of a step as lists: which have a gradient, their addresses, types and shapes.
 
-This runs in every step for every parameter. It works on whole lists, reads each tensor as few times as possible, and
-does not read again what cannot have changed since the last step.
+This code runs in every step for every parameter. It works on whole lists, reads each tensor as few times as possible,
+and does not read properties again that cannot have changed since the last step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Table:
     def __init__(self, parameters: list[torch.Tensor]) -> None:
         # None in the place of a parameter that the optimizer has forgotten.
         self.parameters: list[torch.Tensor | None] = [*parameters]
-        # What the engine relies on from here on: a parameter that moves or changes its shape is refused.
+        # The engine relies on these: a parameter that changes its device or shape later raises an error.
         self.devices = [local(parameter).get_device() for parameter in parameters]
         self.shapes = [local(parameter).shape for parameter in parameters]
         # The order of the state's memory; parameters and gradients in another order are copied to this one.
@@ -51,7 +51,7 @@ def _same(known: Sequence[torch.Tensor | None], now: Sequence[torch.Tensor]) -> 
 
 @dataclass
 class Properties:
-    """What parameters at given addresses are."""
+    """Properties of parameters at given addresses."""
 
     looked: Looked
     shapes: list[torch.Size]
@@ -67,7 +67,7 @@ class Flat:
         self.parameters: list[torch.Tensor] = []
         self.groups: list[int] = []
         self.positions: list[int] = []
-        # What they were when all of them were last read.
+        # Their properties when all of them were last read.
         self.properties: Properties | None = None
         # The columns that each group needed when state was last created for all of them; None before.
         self.created: list[list[str]] | None = None
@@ -85,7 +85,7 @@ class Flat:
                     self.positions.append(position)
 
     def settle(self, columns: list[list[str]], tables: list[Table], homes: dict[int, tuple[int, int]]) -> None:
-        """Note that every parameter that can have a gradient has state."""
+        """Record that every parameter that can have a gradient has state."""
         self.created = columns
         self.complete = all(id(parameter) in homes for parameter in self.parameters)
         self.table = tables[0] if len(tables) == 1 and _same(tables[0].parameters, self.parameters) else None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from forebay.optim.base import Optimizer
 
 OWN = ("params", "foreach", "fused", "capturable", "differentiable")
-"""What a group keeps when it is loaded: its parameters, and how to compute rather than what."""
+"""The keys of a group that a load does not change: its parameters, and how the update is computed."""
 
 
 @torch.no_grad()
@@ -72,7 +72,7 @@ def _merge_group(optimizer: Optimizer, group: dict[str, Any], saved: dict[str, A
 def _check_loaded(
     optimizer: Optimizer, saved_groups: list[dict[str, Any]], saved_state: dict[Any, Any]
 ) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-    """Refuse a state dict of another model, with names and shapes; return the parameters that have state."""
+    """Raise if a state dict is of another model; return the parameters that have state."""
     if len(saved_groups) != len(optimizer.param_groups):
         raise OptionError(f"the state dict has {len(saved_groups)} groups, the optimizer {len(optimizer.param_groups)}")
     pairs = []
@@ -103,16 +103,16 @@ def _is_none(optimizer: Optimizer, name: str, value: Any) -> bool:
 
 
 def check_value(optimizer: Optimizer, parameter_name: str, parameter: torch.Tensor, name: str, value: Any) -> None:
-    """Refuse a value of a state dict that is not the parameter's state."""
+    """Raise if a value of a state dict cannot be the parameter's state."""
     if name not in optimizer.state_names:
         kind = type(optimizer).__name__
-        raise OptionError(f"{parameter_name} has state {name!r} in the state dict, which is not {kind}'s")
+        raise OptionError(f"{parameter_name} has state {name!r} in the state dict, which {kind} does not have")
     if name != "step":
         check_layout(parameter_name, parameter, name, value)
 
 
 def _copied(value: Any, mine: Container[int], destination: torch.Tensor | None) -> Any:
-    """Return the value, or a copy of it where it is live state of this optimizer at another place."""
+    """Return the value, or a copy of it if it is other live state of this optimizer."""
     if not isinstance(value, torch.Tensor) or local(value).numel() == 0:
         return value
     is_mine = local(value).untyped_storage()._cdata in mine

@@ -1,4 +1,4 @@
-"""The options that every optimizer takes beyond those of its torch counterpart, checked together."""
+"""The options that every optimizer takes in addition to those of torch's class, and their checks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLACEMENTS = ("stream", "resident", "host", "hybrid")
 
 
 class Keywords(TypedDict, total=False):
-    """The options as they are given; what each means is written at :class:`forebay.optim.base.Optimizer`."""
+    """Options as the user gives them; documented at :class:`forebay.optim.base.Optimizer`."""
 
     placement: str
     chunk_bytes: int
@@ -37,7 +37,7 @@ class Keywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Options:
-    """The options of one optimizer, checked. The engine reads its own by attribute."""
+    """The checked options of one optimizer. The engine reads the ones it needs by attribute."""
 
     placement: str
     chunk_bytes: int
@@ -47,14 +47,14 @@ class Options:
     skip_nonfinite: bool
     pinned_budget_bytes: int | None
     device: torch.device | None
-    # The part of the state that the host updates; None to find the part that makes both ends finish together.
+    # The part of the state that the host updates; None to measure the fastest part.
     host_fraction: float | None = 0.0
     host_threads: int | None = None
     host_kernel: str | None = None
 
     @property
     def is_resident(self) -> bool:
-        """Whether state is in memory of torch's, on the parameters' device."""
+        """Whether state is in torch's memory on the parameters' device."""
         return self.placement == "resident"
 
     @property
@@ -77,12 +77,12 @@ class Options:
 
 
 def check_options(owner: type, given: Mapping[str, Any]) -> Options:
-    """Return the options, or refuse those that cannot work and name the remedy.
+    """Return the checked options; raise an error that names the remedy if one is invalid.
 
     Parameters
     ----------
     owner
-        The class that was given them; the error for an unknown name is Python's own for that class.
+        The optimizer's class; an unknown name raises Python's usual error for that class.
     given
         The options by name.
     """
@@ -135,9 +135,9 @@ def _check(
 
 
 def _check_host(placement: str, fraction: object, threads: object, kernel: object) -> float | None:
-    """Return the part that the host updates, None to find it."""
+    """Return the part that the host updates; None to measure the fastest part."""
     if fraction is not None and placement != "hybrid":
-        raise OptionError(f"host_fraction={fraction!r} contradicts placement {placement!r}; it belongs to 'hybrid'")
+        raise OptionError(f"host_fraction={fraction!r} contradicts placement {placement!r}; use it with 'hybrid'")
     if placement in ("stream", "resident"):
         for name, value in (("host_threads", threads), ("host_kernel", kernel)):
             if value is not None:

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class SGD(Optimizer):
     """``torch.optim.SGD``, bit for bit the same as its fused CUDA implementation in f32.
 
-    As in torch, a parameter has a ``momentum_buffer`` from its first update with momentum on, and no state at all
-    without momentum. Momentum may become zero later, and the buffer then waits until it is used again. Momentum that
-    was zero when the state was created stays zero.
+    As in torch, a parameter has a ``momentum_buffer`` from its first update with momentum, and no state without
+    momentum. Momentum may be set to zero later; the buffer then keeps its values until momentum is switched on again.
+    If momentum was zero when the state was created, it cannot be switched on: this raises an error.
 
     Parameters
     ----------

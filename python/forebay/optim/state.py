@@ -1,11 +1,11 @@
 """The ``state`` of an optimizer: dicts as in ``torch.optim``, over memory that the engine works on.
 
-Reading waits for the device. Writing goes through: what is assigned is copied to where the engine works, and what is
-taken out starts anew with the next step, as with ``torch.optim``.
+Reading waits for the device. An assigned value is copied into the engine's memory. State that is removed starts from
+zero with the next step, as with ``torch.optim``.
 
 [Note: state that appears late]
-A rule may have columns that a parameter gets with its first update, such as SGD's momentum. Their memory may be there
-before; they are shown from the moment on at which the engine's counter of updates is above zero.
+A rule may have columns that a parameter gets with its first update, such as SGD's momentum. Their memory may exist
+earlier. They become visible after the first update: when the engine's counter of updates is above zero.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ STEP = "step"
 
 
 class ParameterState(dict[str, Any]):
-    """The state of one parameter, whose tensors stay where they are: assigning one copies into it."""
+    """The state of one parameter. Its tensors stay in place: an assigned tensor is copied into them."""
 
     def __init__(self, state: State, parameter: torch.Tensor) -> None:
         super().__init__()
-        # None once it was taken out of the state: then it is a dict like any other.
+        # None after it was removed from the state: then it is an ordinary dict.
         self.state: State | None = state
         self.parameter = parameter
 
@@ -54,14 +54,14 @@ class ParameterState(dict[str, Any]):
             self.state.edited = True
 
     def pop(self, name: str, *default: Any) -> Any:
-        """Take a value out and return it, or the default."""
+        """Remove a value and return it, or return the default."""
         if name not in self and default:
             return default[0]
         value = self[name]
         del self[name]
         return value
 
-    # A dict's own do not call the methods above.
+    # The methods of dict do not call the methods above.
     clear = MutableMapping.clear
     popitem = MutableMapping.popitem
     setdefault = MutableMapping.setdefault
@@ -80,15 +80,15 @@ class Room:
     """The memory of one parameter's state."""
 
     parameter: torch.Tensor
-    # What the engine keeps for it: the rule's columns, then the master.
+    # The columns that the engine keeps for the parameter: the rule's columns, then the master.
     columns: tuple[str, ...]
-    # The engine's counter of its updates.
+    # The engine's counter of the parameter's updates.
     counter: torch.Tensor
     # Tensors over the memory, by column. In placement "resident" a column that is not shown may have none.
     views: dict[str, torch.Tensor]
-    # The tensors over pinned memory once more: what is assigned to the ``.data`` of a view does not reach these.
+    # A second tensor over the same pinned memory for each view. Assigning to ``.data`` of a view does not change these.
     origins: dict[str, torch.Tensor] = field(default_factory=dict)
-    # A dict that was taken out and still shows this memory.
+    # A dict that was removed and still shows this memory.
     taken: weakref.ref[ParameterState] | None = None
 
     @property
@@ -98,11 +98,10 @@ class Room:
 
 
 class State(defaultdict["torch.Tensor", dict[str, Any]]):
-    """A parameter's state by parameter, as in ``torch.optim``, read only after its bytes have arrived.
+    """The state of each parameter, as in ``torch.optim``. Reading waits until the bytes have arrived.
 
-    Looking up one parameter waits for the stores into that parameter's state and for nothing else; iterating waits for
-    all stores. Tensors that were looked up before a step are overwritten by that step: look them up again, or call
-    ``synchronize``.
+    Looking up one parameter waits only for the stores into that parameter's state. Iterating waits for all stores. A
+    step overwrites tensors that were looked up before it: look them up again after the step, or call ``synchronize``.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -114,10 +113,10 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
         self.owners: dict[int, tuple[int, str]] = {}
         # Parameters whose master is still zero: no step has made it from the weight yet.
         self.fresh: set[int] = set()
-        # Parameters that have had no update yet, where state appears late.
+        # Parameters without an update yet, if the rule's state appears late.
         self.hidden: set[int] = set()
         self._shows_hidden = False
-        # Whether something was taken out that has to start anew before the next step.
+        # Whether state was removed and must be reset before the next step.
         self.edited = False
 
     # Reading.
@@ -166,7 +165,7 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
         return super().values()
 
     def plain(self) -> defaultdict[Any, Any]:
-        """Return what torch's own optimizers have: a copy belongs to no engine."""
+        """Return the state as plain dicts, as torch's optimizers have it. A copy belongs to no engine."""
         found: defaultdict[Any, Any] = defaultdict(dict)
         found.update((parameter, dict(values)) for parameter, values in self.items())
         return found
@@ -200,7 +199,7 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
         super().__delitem__(parameter)
 
     def pop(self, parameter: torch.Tensor, *default: Any) -> Any:
-        """Take a parameter's state out and return it; it starts anew with the next step."""
+        """Remove a parameter's state and return it. The state starts from zero with the next step."""
         if parameter not in self and default:
             return default[0]
         values = dict.__getitem__(self, parameter)
@@ -208,12 +207,12 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
         return values
 
     def popitem(self) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Take some parameter's state out and return both."""
+        """Remove the last parameter's state and return both."""
         parameter = next(reversed(self))
         return parameter, self.pop(parameter)
 
     def clear(self) -> None:
-        """Take all state out; it starts anew with the next step."""
+        """Remove all state. It starts from zero with the next step."""
         for parameter in list(self):
             del self[parameter]
 
@@ -230,13 +229,13 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
         return self
 
     def replace(self, values: Any) -> None:
-        """Make these the state of all parameters."""
+        """Replace the state of all parameters by these values."""
         for parameter in [parameter for parameter in self if parameter not in values]:
             del self[parameter]
         self.update(values)
 
     def write(self, parameter: torch.Tensor, name: str, value: Any) -> Any:
-        """Copy a value to its place and return what is there; the value itself where it is no column."""
+        """Copy a value into its column and return the column's tensor. Return a value that is no column unchanged."""
         room = self.rooms[id(parameter)]
         if not self.knows(room, name):
             return value
@@ -254,7 +253,7 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
         return self.view(room, name)
 
     def _take_out(self, parameter: torch.Tensor) -> None:
-        """Make a parameter's dict a plain one that belongs to those who hold it."""
+        """Detach a parameter's dict from the state; it is then an ordinary dict."""
         live = super().get(parameter)
         if not isinstance(live, ParameterState) or live.state is None:
             return
@@ -269,14 +268,14 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
             for name in list(room.views):
                 self._drop_view(room, name)
 
-    # What the optimizer does with it.
+    # Methods that the optimizer calls.
 
     def knows(self, room: Room, name: str) -> bool:
-        """Whether something is state of the engine's, and not the user's own."""
+        """Whether a name is state of the engine, not a value that the user added."""
         return name in room.columns or (name == STEP and self._optimizer._rule.shows_step)
 
     def is_late(self, name: str) -> bool:
-        """Whether a column is one that appears with the first update."""
+        """Whether a column appears with the first update."""
         return self._optimizer._rule.appears_late and name not in (MASTER, STEP)
 
     def shown(self, room: Room) -> list[str]:
@@ -286,7 +285,7 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
         return first + [name for name in room.columns if not (is_hidden and self.is_late(name))]
 
     def view(self, room: Room, name: str) -> torch.Tensor:
-        """Return the tensor over a column's memory, or the counter; makes it where it is resident and not there."""
+        """Return the tensor over a column's memory, or the counter. A missing resident column is created."""
         if name == STEP:
             return room.counter
         if name not in room.views:
@@ -305,7 +304,7 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
             self.owners.pop(local(view).untyped_storage()._cdata, None)
 
     def place(self, room: Room) -> None:
-        """Make this memory, which is zero, a parameter's state; what its dict has already is copied to it."""
+        """Make this memory, which is zero, a parameter's state. Values that its dict has already are copied into it."""
         number = id(room.parameter)
         self.rooms[number] = room
         pinned = {STEP: room.counter} | ({} if self._optimizer._options.is_resident else room.views)
@@ -317,7 +316,7 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
     def fill(self, room: Room, values: dict[str, Any], *, zeroed: bool = False) -> None:
         """Copy values into a parameter's state.
 
-        What they do not have starts anew. ``zeroed`` says that the memory is zero already.
+        Columns without a value are reset. ``zeroed`` says that the memory is zero already.
         """
         rule, number = self._optimizer._rule, id(room.parameter)
         self.fresh.discard(number)
@@ -330,14 +329,14 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
         if rule.shows_step:
             copy_into(values.get(STEP, 0.0), room.counter)
         else:
-            # What has state has had an update. How many does not matter to a rule that does not show the counter.
+            # A parameter with state was updated at least once. A rule that does not show the counter needs no more.
             room.counter.fill_(float(any(name != MASTER for name in found)))
         if room.counter.item():
             self.hidden.discard(number)
         self._refresh(room, values)
 
     def start_anew(self, room: Room, name: str, *, zeroed: bool = False) -> None:
-        """Make one column, or the counter, what it was before the first update."""
+        """Reset one column, or the counter, to its value before the first update."""
         number = id(room.parameter)
         if self.is_late(name):
             room.counter.zero_()
@@ -350,7 +349,7 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
             self.fresh.add(number)
 
     def _refresh(self, room: Room, others: dict[str, Any] | None = None) -> None:
-        """Make a parameter's dict show what there is, and the user's own values; no dict where there is nothing."""
+        """Make a parameter's dict show its visible columns and the user's own values. Remove an empty dict."""
         live = super().get(room.parameter)
         live = live if isinstance(live, ParameterState) and live.state is not None else None
         others = {name: value for name, value in (others or {}).items() if name not in self._optimizer.state_names}
@@ -364,12 +363,12 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
         dict.update(live, shown, **others)
 
     def complete(self, room: Room) -> None:
-        """Let what was taken out of a parameter's state start anew."""
+        """Reset the parts of a parameter's state that were removed."""
         live = super().get(room.parameter)
         is_live = isinstance(live, ParameterState) and live.state is not None
         missing = [name for name in self.shown(room) if not is_live or name not in live]  # type: ignore[operator]
         if room.taken is not None:
-            # The dict that was taken out keeps the values it had.
+            # The dict that was removed keeps its values.
             self._put_in(room.parameter)
         if missing:
             self._optimizer._settle(room.parameter)
@@ -379,7 +378,7 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
         self._refresh(room)
 
     def updated(self, parameters: list[torch.Tensor]) -> None:
-        """Note that a step has updated these: it made their masters, and their state has appeared."""
+        """Record that a step has updated these parameters: their masters exist and their state is visible."""
         if self.fresh:
             self.fresh.difference_update(map(id, parameters))
         if self.hidden:
@@ -390,7 +389,7 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
                     self._refresh(room)
 
     def make_masters(self, parameter: torch.Tensor | None) -> None:
-        """Make masters from their weights where no step has done so yet; for one parameter, or for all."""
+        """Make masters from their weights if no step has done so yet; for one parameter, or for all."""
         for number in list(self.fresh) if parameter is None else self.fresh & {id(parameter)}:
             self.fresh.discard(number)
             room = self.rooms[number]
@@ -398,10 +397,11 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
 
     @contextmanager
     def laid_out(self, *, whole: bool) -> Iterator[None]:
-        """Within this, state is what ``torch.distributed.checkpoint`` needs to find.
+        """Within this context, state has the form that ``torch.distributed.checkpoint`` needs.
 
-        It is not empty: where it is, torch takes a step with gradients of zero, which would make state appear. With
-        ``whole`` it also has what appears late, as a place to load into; what was not loaded is hidden again.
+        The state is not empty: for empty state, torch takes a step with gradients of zero, which would make state
+        appear. With ``whole``, columns that appear late are visible too, so that they can be loaded. Columns that were
+        not loaded are hidden again.
         """
         self._shows_hidden = whole
         for number in list(self.hidden) if whole else ():
@@ -424,12 +424,12 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
                 dict.pop(self, placeholder)
 
     def owner(self, value: torch.Tensor) -> tuple[int, str] | None:
-        """Return whose live state a tensor is: a parameter's id, and the column."""
+        """Return the parameter's id and the column whose live state a tensor is; None if it is none."""
         found = self.owners.get(local(value).untyped_storage()._cdata) if local(value).numel() else None
         return None if found is None or self.rooms[found[0]].taken is not None else found
 
     def _put_in(self, parameter: torch.Tensor) -> ParameterState:
-        """Give a parameter an empty dict over its memory. A dict that was taken out gets copies of what it shows."""
+        """Give a parameter an empty dict over its memory. A removed dict gets copies of the tensors that it shows."""
         room = self.rooms[id(parameter)]
         held: dict[str, Any] = {} if room.taken is None else room.taken() or {}
         room.taken = None
@@ -452,7 +452,7 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
         del self.rooms[number]
 
     def forget_taken(self, keep: set[int] | None = None) -> None:
-        """Keep no memory of what was taken out, but for these parameters: nothing of it starts anew."""
+        """Free removed state, except for these parameters. It is not reset."""
         for number, room in list(self.rooms.items()):
             if room.taken is not None and (keep is None or number not in keep):
                 self._forget(room)

@@ -1,4 +1,4 @@
-"""Values of state from outside, from a state dict or an assignment: whether they fit, and copying them."""
+"""Checks and copies values of state that come from a state dict or an assignment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def check_layout(
     parameter_name: str, parameter: torch.Tensor, name: str, value: Any, source: str = " in the state dict"
 ) -> None:
-    """Refuse a tensor that is not the parameter's state: of another shape, or sharded in another way."""
+    """Raise if a tensor cannot be the parameter's state: it has another shape, or is sharded in another way."""
     if fits(parameter, value):
         return
     if not isinstance(value, torch.Tensor):
@@ -43,7 +43,7 @@ def fits(parameter: torch.Tensor, value: Any) -> bool:
 
 
 def check_assigned(optimizer: Optimizer, parameter: torch.Tensor, name: str, value: Any) -> None:
-    """Refuse what cannot be copied into a parameter's state."""
+    """Raise if a value cannot be copied into a parameter's state."""
     state = optimizer.state
     room = state.rooms.get(id(parameter))
     if room is None or not state.knows(room, name):
@@ -60,9 +60,10 @@ def check_assigned(optimizer: Optimizer, parameter: torch.Tensor, name: str, val
     if name in room.views:
         check_memory(local(room.views[name]), f"{name} of a parameter")
     if state.owner(value) not in (None, (id(parameter), name)):
-        # Its own next step would overwrite it, and a swap of two would lose one of them.
+        # The next step would overwrite it, and a swap of two would lose one of them.
         raise OptionError(
-            f"{name} of {optimizer._name_of(parameter)} is to be state of this optimizer at another place; give a clone"
+            f"the tensor assigned to {name} of {optimizer._name_of(parameter)} is already used as other state of this "
+            "optimizer; assign a clone"
         )
 
 
@@ -71,7 +72,7 @@ def _layout(tensor: Any) -> str:
 
 
 def copy_into(value: Any, view: torch.Tensor) -> None:
-    """Copy a value into its place, unless it is there already."""
+    """Copy a value into a view, unless the value is the same memory in the same order."""
     target = local(view)
     if not isinstance(value, torch.Tensor):
         target.fill_(value)

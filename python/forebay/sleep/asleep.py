@@ -1,8 +1,7 @@
-"""Which storages sleep, and under which numbers the slabs know them.
+"""Which storages sleep, and their numbers in the slabs.
 
-Two things have to agree: a storage is empty on the device, and its place in a slab is in use. The engine knows the
-places, because it gives them out. Which storages are empty is known here and nowhere else, and every change of it goes
-through this class.
+Two facts must agree: a storage is empty on the device, and its place in a slab is in use. The engine assigns the places
+and knows which are in use. Only the class here knows which storages are empty, and every change goes through it.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Asleep:
         return [entry for entry in self if entry.kind in kinds]
 
     def kinds(self, owner: int | None = None) -> set[str]:
-        """Return the kinds of which something sleeps, of one owner or of any."""
+        """Return the kinds of the sleeping storages, of one owner or of all."""
         return {kind for (of, kind), count in self._counts.items() if count and owner in (None, of)}
 
     def numbers(self) -> set[int]:
@@ -103,9 +102,9 @@ class Numbers:
 
 
 def asleep_error(what: str, kinds: set[str]) -> AsleepError:
-    """Return the error of an operation that needs what sleeps."""
+    """Return the error of an operation that needs sleeping tensors."""
     asked = ", ".join(kind for kind in KINDS if kind in kinds)
-    return AsleepError(f"{what} needs what sleeps: {asked}; call wake() of the forebay.Sleeper first")
+    return AsleepError(f"{what} needs tensors that are asleep: {asked}; call wake() of the forebay.Sleeper first")
 
 
 def replaced_error(entries: list[StorageEntry]) -> Error:
@@ -113,6 +112,6 @@ def replaced_error(entries: list[StorageEntry]) -> Error:
     names = ", ".join(f"{entry.name} ({entry.kind}, {entry.size} bytes)" for entry in entries[:8])
     more = f" and {len(entries) - 8} more" if len(entries) > 8 else ""
     return Error(
-        f"replaced while asleep: {names}{more}; everything else is awake, and the tensors that slept have their bytes "
-        "again, but the model or optimizer holds others now: put them in place before sleeping, not meanwhile"
+        f"replaced while asleep: {names}{more}; everything is awake and has its bytes again, but the model or "
+        "optimizer holds other tensors now; do not replace tensors while they sleep"
     )

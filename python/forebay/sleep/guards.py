@@ -1,8 +1,8 @@
-"""Guards of what sleeps: they raise where torch would read garbage from an emptied storage, or crash.
+"""Guards of sleeping modules and optimizers: they raise where torch would read an empty storage or crash.
 
 There is a guard at every entry point that torch has: calling a module, its ``state_dict`` and ``load_state_dict``, an
 optimizer's ``step``, ``state_dict`` and ``load_state_dict``, and pickling or copying either, which is how
-``torch.save`` of a whole model reads its bytes. While a lazy wake is under way, the guards wait for what is needed.
+``torch.save`` of a whole model reads its bytes. During a lazy wake, the guards wait for the tensors that are needed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Guard:
         self._undo: list[Callable[[], None]] = []
 
     def remove(self) -> None:
-        """Remove all, and restore what was there before."""
+        """Remove the guards, and restore the earlier attributes."""
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
@@ -174,10 +174,10 @@ class Guards:
         models, optimizers
             What to guard.
         on_forward
-            Returns for a model's number what to call before a forward of its modules.
+            Returns, for a model's number, a function to call before a forward of its modules.
         check
-            Returns what to call before another operation, for the name of what is guarded and its owner's number; None
-            for any owner.
+            Returns, for a label and an owner's number, a function to call before another operation; None is for any
+            owner.
         """
         if self._guards:
             return
@@ -209,7 +209,7 @@ def gathers_ahead(model: torch.nn.Module) -> bool:
 
 
 def calling_units(model: torch.nn.Module) -> set[torch.nn.Module]:
-    """Return the modules that are always called through their own forward, so that they can wait for themselves.
+    """Return the modules that are always called through their own forward, so that each can wait for its own tensors.
 
     Those are the members of a ``Sequential``, and members of lists and dicts that have modules inside, such as the
     layers of a transformer. The weights of any other module may be read by the module around it, as

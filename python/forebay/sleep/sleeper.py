@@ -42,15 +42,15 @@ class Sleeper:
     model
         A module, or a list or dict of modules.
     optimizer
-        An optimizer, or a list or dict of optimizers. Those of forebay free their ring; their state is on the host
+        An optimizer, or a list or dict of optimizers. Optimizers of forebay free their ring; their state is on the host
         already and stays readable.
     gradients
-        What ``sleep`` does with gradients: ``"refuse"`` to sleep while there are any, ``"keep"`` them in the slab, or
-        ``"drop"`` them.
+        What ``sleep`` does with gradients: ``"refuse"`` raises an error while there are any, ``"keep"`` moves them to
+        the slab, ``"drop"`` frees them.
     pinned_budget_bytes
-        Refuse to pin more than this.
+        The most host memory to pin; a larger need raises an error.
     prepare
-        Begin at once to pin, in the background, what the present tensors need.
+        Start pinning memory for the present tensors at once, in the background.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Sleeper:
     # Preparing.
 
     def prepare(self) -> None:
-        """Begin to pin, in the background, what ``sleep`` would need now. The next ``sleep`` waits for it."""
+        """Start pinning the memory that ``sleep`` would need now, in the background. The next ``sleep`` waits."""
         self._join_pinning()
         kinds = set(KINDS) if self._gradients == "keep" else set(KINDS) - {"gradients"}
         # Numbers only: a thread that held storages would keep memory that the user frees meanwhile.
@@ -121,7 +121,7 @@ class Sleeper:
             thread.join()
 
     def protect(self, task: Any) -> None:
-        """Wait for something before the next ``sleep``, such as a checkpoint that still reads the tensors.
+        """Make the next ``sleep`` wait for a task, such as a checkpoint that still reads the tensors.
 
         Parameters
         ----------
@@ -141,7 +141,7 @@ class Sleeper:
     def sleep(self, what: Iterable[str] | str = KINDS, *, give_back: bool = True) -> None:
         """Move storages to pinned host memory and empty them on the device.
 
-        Returns when the bytes are in host memory. What sleeps already stays as it is.
+        Returns when the bytes are in host memory. Storages that already sleep are not touched.
 
         Parameters
         ----------
@@ -161,7 +161,7 @@ class Sleeper:
             self._protected.pop(0)
         for optimizer in self._optimizers.values():
             if is_ours(optimizer):
-                # Waits for stores, and makes master weights that are still to be made from their weights.
+                # Waits for stores, and makes master weights that no step has made yet.
                 optimizer.synchronize()  # type: ignore[attr-defined]
         if kinds & {"parameters", "buffers"}:
             for model in self._models.values():
@@ -204,7 +204,7 @@ class Sleeper:
         figures.end_sleep(time.perf_counter() - begun)
 
     def _store(self, mover: Mover, walk: Walk, kinds: set[str]) -> None:
-        """Begin to copy everything that is to sleep; what has a place in the slabs first."""
+        """Start copying all storages of these kinds; those that have a place in the slabs first."""
         homeless: list[StorageEntry] = []
         for batch in batched(self._choose(walk, kinds)):
             slabs = self._slabs_of(batch[0].device)
@@ -212,15 +212,15 @@ class Sleeper:
                 mover.submit(batch)
             else:
                 homeless.extend(batch)
-        # In pieces, so that one is copied while the next is being pinned. But a budget is met or refused as a whole,
-        # before anything is pinned.
+        # In pieces, so that one is copied while the next is being pinned. But a budget is checked as a whole, before
+        # anything is pinned.
         for piece in in_pieces(homeless, PIECE_BYTES if self._budget is None else float("inf")):
             self._place(piece)
             for batch in batched(piece):
                 mover.submit(batch)
 
     def _choose(self, walk: Walk, kinds: set[str]) -> Iterator[StorageEntry]:
-        """Go through the storages that are to sleep, each with its number."""
+        """Yield the storages that will sleep, each with its number."""
 
         def chosen() -> Iterator[StorageEntry]:
             drops = "gradients" in kinds and self._gradients == "drop"
@@ -245,7 +245,7 @@ class Sleeper:
         for batch in mover.batches:
             mover.wait(batch)
             for entry in batch.entries:
-                # Added first: wherever this is interrupted, every empty storage can be woken.
+                # Added first: if this is interrupted, every empty storage can still be woken.
                 self._asleep.add(entry)
                 entry.storage.resize_(0)
             self._figures.slept(batch)
@@ -255,8 +255,8 @@ class Sleeper:
         if found:
             count = len({id(parameter) for parameter in found})
             raise Error(
-                f"{count} parameters have gradients, and sleeping would have to keep or drop them; call zero_grad() "
-                "first, leave 'gradients' out of what, or make the sleeper with gradients='keep' or 'drop'"
+                f"{count} parameters have gradients, which sleep must keep or drop; call zero_grad() first, leave "
+                "'gradients' out of what, or make the sleeper with gradients='keep' or 'drop'"
             )
 
     def _rings_to_release(self) -> list[Any]:
@@ -277,13 +277,13 @@ class Sleeper:
         Parameters
         ----------
         what
-            Any of the kinds that ``sleep`` takes; by default all that sleeps.
+            Any of the kinds that ``sleep`` takes; by default everything that sleeps.
         order
-            What to bring first: modules, names of modules or tensors, or kinds. The rest follows.
+            What to copy first: modules, names of modules or tensors, or kinds. The rest follows.
         lazy
-            Return while bytes are still being copied, layer after layer. A module's forward waits for what it needs;
-            ``state_dict``, ``step`` and another ``sleep`` or ``wake`` wait for everything. Tensors that are read
-            directly have their bytes only then. Where FSDP2 gathers weights ahead of their modules, no wake is lazy.
+            Return while bytes are still being copied, layer after layer. A module's forward waits for its own tensors.
+            ``state_dict``, ``step`` and another ``sleep`` or ``wake`` wait for everything; tensors that are read
+            directly are valid only after that. If FSDP2 gathers weights ahead of their modules, ``lazy`` has no effect.
         """
         kinds = set(KINDS) if what is None else kinds_of(what)
         rank = ranking(order, self._models, self._asleep)
@@ -335,14 +335,14 @@ class Sleeper:
         mover.submit(batch)
 
     def _arrive(self, mover: Mover) -> None:
-        """Wait for everything submitted; it is awake then."""
+        """Wait for all submitted batches, and mark them as awake."""
         for batch in mover.batches:
             mover.wait(batch)
             self._asleep.remove(mover, batch)
             self._figures.woke(batch)
 
     def _finish_wake(self) -> None:
-        """Wait for the end of a wake under way, if there is one."""
+        """Wait for the end of a running wake, if there is one."""
         waking, self._waking = self._waking, None
         if waking is None:
             return
@@ -357,7 +357,7 @@ class Sleeper:
 
     @contextmanager
     def asleep(self, what: Iterable[str] | str = KINDS, *, give_back: bool = True) -> Iterator[Sleeper]:
-        """Sleep inside a ``with`` block, and wake at its end, also after an exception."""
+        """Sleep inside a ``with`` block, and wake at its end, even after an exception."""
         self.sleep(what, give_back=give_back)
         try:
             yield self
@@ -387,7 +387,7 @@ class Sleeper:
         return on_forward
 
     def _check(self, what: str, owner: int | None) -> Callable[[str], None]:
-        """Return a check that raises while anything of one owner, or of any, sleeps."""
+        """Return a check that raises while tensors of an owner sleep; without an owner, tensors of any."""
 
         def check(operation: str) -> None:
             self._finish_wake()
@@ -400,22 +400,22 @@ class Sleeper:
         return check
 
     def _wait_for(self, waking: Waking, last: int) -> None:
-        """Wait for the batches up to one, in a wake under way."""
+        """Wait for the batches of a running wake, up to and including ``last``."""
         batches = waking.mover.batches
         for batch in batches[: last + 1]:
             waking.mover.wait(batch)
-        # When everything has arrived, hooks and staging memory are not needed any longer.
+        # When everything has arrived, hooks and staging memory are no longer needed.
         if all(waking.mover.has_arrived(batch) for batch in reversed(batches)):
             self._finish_wake()
 
     # Numbers.
 
     def stats(self) -> dict[str, Any]:
-        """Return the numbers of the last sleep and the last wake. Waits for a lazy wake under way.
+        """Return statistics of the last sleep and the last wake. Waits for a running lazy wake.
 
-        ``bytes`` were put to sleep; ``sleep_s`` and ``wake_s`` are the times of whole calls, without giving memory
-        back, which took ``give_back_s``. ``residual_bytes`` stayed on the device, and ``residual`` says which and why.
-        ``kinds`` has the same for each kind.
+        ``bytes`` were put to sleep. ``sleep_s`` and ``wake_s`` are the times of whole calls, except for returning
+        memory to the driver, which took ``give_back_s``. ``residual_bytes`` stayed on the device, and ``residual`` says
+        which and why. ``kinds`` has the same for each kind.
         """
         self._finish_wake()
         found = self._figures.report(self._asleep.sizes())
@@ -423,7 +423,7 @@ class Sleeper:
         return found
 
     def release(self) -> None:
-        """Unpin and free the slab. Refused while anything sleeps in it."""
+        """Unpin and free the slab. Raises an error while storages sleep in it."""
         self._finish_wake()
         self._join_pinning()
         if self._asleep:

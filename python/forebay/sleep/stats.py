@@ -1,4 +1,4 @@
-"""What ``Sleeper.stats`` reports."""
+"""The statistics that ``Sleeper.stats`` reports."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Figures:
         self._sleep = _Totals()
 
     def stays(self, entry: StorageEntry) -> None:
-        """Count a storage that was not asked to sleep."""
+        """Count a storage of a kind that was not asked to sleep."""
         self._awake[entry.kind] = self._awake.get(entry.kind, 0) + entry.size
 
     def slept(self, batch: Batch) -> None:

@@ -74,7 +74,7 @@ def by_device(entries: Iterable[StorageEntry]) -> dict[int, list[StorageEntry]]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Disable Python's garbage collector: a walk makes many objects, and a collection would look at all others too."""
+    """Disable Python's garbage collector: a walk makes many objects, and would trigger slow collections."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -109,7 +109,7 @@ class Mover:
         self._begun[index] = handle
 
     def submit(self, entries: list[StorageEntry]) -> None:
-        """Begin to move a batch. The engine holds the storages until the transfer ends."""
+        """Start moving a batch. The engine holds the storages until the transfer ends."""
         device = entries[0].device
         if device not in self._begun:
             self._begin(device)
@@ -138,7 +138,7 @@ class Mover:
             self._slabs_of(device).finish()
 
     def abort(self) -> None:
-        """Do the same after an error, and ignore further errors."""
+        """Do the same as ``finish`` after an error, and ignore further errors."""
         while self._begun:
             device, _ = self._begun.popitem()
             try:

@@ -1,4 +1,4 @@
-"""The order in which storages wake: as the caller asks, or under a forward each module's before it is called."""
+"""The order in which storages wake: the caller's order, or the order in which a forward needs them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAST = 1 << 60
 
 
 class Waking:
-    """A wake under way."""
+    """A running wake."""
 
     def __init__(self, mover: Mover, units: Units | None, begun: float) -> None:
         self.mover = mover
@@ -30,7 +30,7 @@ class Waking:
         self.begun = begun
 
     def kinds(self) -> set[str]:
-        """Return the kinds that this wake brings."""
+        """Return the kinds that this wake moves."""
         return {batch.kind for batch in self.mover.batches}
 
 
@@ -56,7 +56,7 @@ class Units:
             self._visit(model, 0, numbers)
 
     def _visit(self, module: torch.nn.Module, unit: int, numbers: dict[int, int]) -> set[int]:
-        """Note the unit of a module's own tensors; return the units that the module around it needs for it."""
+        """Record the unit of a module's own tensors; return the units that the module's parent must wait for."""
         unit = numbers.get(id(module), unit)
         if id(module) in self._inside:
             return self._inside[id(module)] if id(module) not in numbers else set()
@@ -72,7 +72,7 @@ class Units:
         return set() if id(module) in numbers else needed
 
     def units_of(self, entry: StorageEntry) -> set[int]:
-        """Return the units that hold a storage; none holds an optimizer's."""
+        """Return the units that hold a storage; an optimizer's storage has none."""
         return set().union(*(self._holders.get(id(container), set()) for container, _ in entry.holders))
 
     def first_use(self, entry: StorageEntry) -> int:
@@ -85,7 +85,7 @@ class Units:
         return min(self.units_of(entry), default=0)
 
     def note(self, unit: int, batch: list[StorageEntry]) -> None:
-        """Note the next batch: every unit that holds any of it needs it."""
+        """Record the next batch: every unit that holds a storage of it needs it."""
         for entry in batch:
             for user in self.units_of(entry) or {unit}:
                 self._last[user] = self._batches
@@ -118,11 +118,11 @@ def in_order(
 def ranking(
     order: Sequence[str | torch.nn.Module] | None, models: dict[str, torch.nn.Module], asleep: Iterable[StorageEntry]
 ) -> Callable[[StorageEntry], int] | None:
-    """Return a function that gives each storage its rank in the order that a caller asks for; None without an order."""
+    """Return a function that gives each storage its rank in the caller's order; None without an order."""
     if order is None:
         return None
     if isinstance(order, (str, torch.nn.Module)):
-        raise OptionError("order is a list of modules, names or kinds")
+        raise OptionError(f"order must be a list of modules, names or kinds: {type(order).__name__}")
     paths = {
         id(module): ".".join(filter(None, (label, path)))
         for label, model in models.items()
@@ -134,12 +134,12 @@ def ranking(
     for item in order:
         if isinstance(item, torch.nn.Module):
             if id(item) not in paths:
-                raise OptionError(f"order names a {type(item).__name__} that is in no model of this sleeper")
+                raise OptionError(f"order has a module that is in no model of this sleeper: {type(item).__name__}")
             wanted.append(paths[id(item)])
         elif item in known:
             wanted.append(item)
         else:
-            raise OptionError(f"order names nothing that there is: {item!r}")
+            raise OptionError(f"order has an unknown name: {item!r}")
 
     def rank(entry: StorageEntry) -> int:
         return next((place for place, name in enumerate(wanted) if _matches(name, entry)), len(wanted))

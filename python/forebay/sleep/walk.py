@@ -16,7 +16,7 @@ from forebay._device import is_cpu
 from forebay.errors import OptionError
 
 KINDS = ("parameters", "buffers", "gradients", "optimizer")
-"""What can sleep, in the order in which it does."""
+"""The kinds of storages that can sleep, in the order in which they are moved."""
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -38,7 +38,7 @@ class Collection(NamedTuple):
 
 
 class StorageEntry:
-    """One storage: what it is, and everything that holds a tensor over it."""
+    """One storage: its properties, and everything that holds a tensor over it."""
 
     __slots__ = (
         "_more",
@@ -69,7 +69,7 @@ class StorageEntry:
         self.kind = kind
         self.name = name
         self.storage = storage
-        # Of the storage object, which stays while its memory goes.
+        # Of the storage object, which stays when its memory is freed.
         self.identity = identity
         self.size = size
         self.device = device
@@ -84,7 +84,7 @@ class StorageEntry:
         self.number = -1
 
     def alias(self, name: str, container: Any, key: Any) -> None:
-        """Note another tensor over the same storage."""
+        """Record another tensor over the same storage."""
         self._more = [*(self._more or ()), (name, container, key)]
 
     @property
@@ -100,7 +100,7 @@ class StorageEntry:
 
 @dataclass(slots=True)
 class Left:
-    """A storage that stays where it is, and why."""
+    """A storage that does not sleep, and the reason."""
 
     kind: str
     name: str
@@ -130,7 +130,7 @@ def named(things: Any, what: str, base: type) -> dict[str, Any]:
 
 
 def dense(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that have the bytes: a DTensor's local one, the parts of a wrapper, or the tensor itself."""
+    """Return the tensors with the bytes: a DTensor's local tensor, the parts of a wrapper, or the tensor itself."""
     if type(tensor) in PLAIN:
         return (tensor,)
     flatten = getattr(tensor, "__tensor_flatten__", None)
@@ -182,7 +182,7 @@ def nested(value: Any, name: str, container: Any, key: Any) -> Iterator[tuple[st
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Let FSDP2 free its gathered parameters: the shards are what sleeps."""
+    """Make FSDP2 free its gathered parameters: only the shards sleep."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     sharded = getattr(fsdp, "FSDPModule", None)
     if sharded is not None:
@@ -192,7 +192,7 @@ def reshard(model: torch.nn.Module) -> None:
 
 
 def is_ours(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is forebay's: with a ring on the device, and stores that may be under way."""
+    """Whether an optimizer is forebay's: it has a ring on the device, and stores may be running."""
     return hasattr(optimizer, "_release_ring")
 
 
@@ -201,7 +201,7 @@ def kinds_of(what: Iterable[str] | str) -> set[str]:
     asked = [what] if isinstance(what, str) else list(what)
     for kind in asked:
         if kind not in KINDS:
-            raise OptionError(f"what names {kind!r}, which is none of {', '.join(KINDS)}")
+            raise OptionError(f"invalid what: {kind!r}; use any of {', '.join(map(repr, KINDS))}")
     return set(asked)
 
 
@@ -226,7 +226,7 @@ class Walk:
             if tensor is not None
             for part in dense(tensor)
         )
-        # `entries` notes again what stays.
+        # `entries` records these again.
         self.left.clear()
         return found
 
@@ -265,7 +265,7 @@ class Walk:
     def _parameters(
         self, names: dict[int, str], gradients: list[tuple[str, int, torch.Tensor]]
     ) -> Iterator[Collection]:
-        """Go through the models' parameters; note their names and those with gradients."""
+        """Go through the models' parameters; record their names and the ones with gradients."""
         for owner, prefix, module in self._modules():
             own = module._parameters
             if not own:
@@ -280,7 +280,7 @@ class Walk:
                     gradients.append((prefix + key, owner, parameter))
 
     def _name_others(self, names: dict[int, str], gradients: list[tuple[str, int, torch.Tensor]]) -> None:
-        """Note names and gradients of the optimizers' parameters that are of no model."""
+        """Record names and gradients of the optimizers' parameters that are in no model."""
         for owner, optimizer in enumerate(self.optimizers.values(), start=len(self.models)):
             for index, group in enumerate(optimizer.param_groups):
                 for position, tensor in enumerate(group["params"]):
@@ -299,7 +299,7 @@ class Walk:
     def _in_groups(
         self, owner: int, first: str, optimizer: torch.optim.Optimizer, of_models: set[int]
     ) -> Iterator[Collection]:
-        """Go through what a parameter group holds besides the models' parameters, such as master weights."""
+        """Go through the tensors of parameter groups that are in no model, such as master weights."""
         for index, group in enumerate(optimizer.param_groups):
             for name, value in group.items():
                 for inner, container, key, tensor in nested(value, f"{first}group {index}.{name}", group, name):

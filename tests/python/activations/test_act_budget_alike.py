@@ -128,7 +128,7 @@ class Normed(Layer):
         return x + self.two(self.norm(self.one(x)).tanh())
 
 
-@pytest.mark.filterwarnings("ignore:forebay does not recompute")
+@pytest.mark.filterwarnings("ignore:layer .* are not recomputed")
 def test_evaluation_says_nothing_about_training(device: torch.device) -> None:
     torch.manual_seed(0)
     model = Stack(*(Normed() for _ in range(3))).to(device)
@@ -152,7 +152,7 @@ class Skips(Layer):
         return x + self.two((here * self.one(x)).tanh())
 
 
-@pytest.mark.filterwarnings("ignore:forebay does not recompute")
+@pytest.mark.filterwarnings("ignore:layer .* are not recomputed")
 def test_layers_with_other_rates_are_looked_at_by_themselves(device: torch.device) -> None:
     torch.manual_seed(0)
     model, x = Stack(*(Skips(rate) for rate in (0.0, 0.3, 0.5))).to(device), data(device)

@@ -115,7 +115,7 @@ CASES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:forebay does not recompute")
+@pytest.mark.filterwarnings("ignore:layer .* are not recomputed")
 @pytest.mark.parametrize("case", CASES)
 def test_the_budget_holds(case: str, meter, device: torch.device) -> None:
     build, about = CASES[case]
@@ -217,7 +217,7 @@ def test_passes_under_way_at_once_are_learnt_from(drain: int, meter, device: tor
         for _ in range(2):
             assert_same(expected, one_ahead(model, x, drain))
         assert handle.plan() is not None
-        assert "passes begin before others have ended" in handle.explain()
+        assert "passes overlap" in handle.explain()
         assert_nothing_left(handle)
 
 
@@ -272,7 +272,7 @@ class Normed(Block):
         return self.batch(super().forward(x))
 
 
-@pytest.mark.filterwarnings("ignore:forebay does not recompute")
+@pytest.mark.filterwarnings("ignore:layer .* are not recomputed")
 def test_a_part_that_goes_from_evaluation_to_training_is_looked_at_again(device: torch.device) -> None:
     model, x = Stack(*blocks(3, Normed)).to(device), data(device)
     with budgeted(model, LARGE, min_bytes=1) as handle:

@@ -78,7 +78,7 @@ def backward_twice(model, device: torch.device) -> list[torch.Tensor]:
 RUNS = [generated, continued, after_a_prefix, piece_by_piece, what_is_cached, backward_twice]
 
 
-@pytest.mark.filterwarnings("ignore:layer . is given a DynamicCache")
+@pytest.mark.filterwarnings("ignore:layer . gets a DynamicCache")
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
 def test_a_cache_is_what_it_is_without_forebay(run, how: str, device: torch.device) -> None:
@@ -112,7 +112,7 @@ def test_a_call_with_a_filled_cache_is_not_recomputed(device: torch.device) -> N
     model = tiny("qwen2", device)
     calls = forwards_of(model)
     with recomputed(model, "option"):
-        with pytest.warns(UserWarning, match="layer 0 is given a DynamicCache that is filled already") as caught:
+        with pytest.warns(UserWarning, match="layer 0 gets a DynamicCache that is not empty") as caught:
             after_a_prefix(model, device)
         assert len(caught) == 1
         assert calls == [0, 1, 2, 3] * 2
@@ -121,7 +121,7 @@ def test_a_call_with_a_filled_cache_is_not_recomputed(device: torch.device) -> N
         assert len(calls) == 8
 
 
-@pytest.mark.filterwarnings("ignore:layer . is given a StaticCache", "ignore:forebay does not recompute layer 0")
+@pytest.mark.filterwarnings("ignore:layer . gets a StaticCache", "ignore:layer 0 .* are not recomputed")
 @pytest.mark.parametrize("how", HOWS)
 def test_a_cache_of_another_kind(how: str, device: torch.device) -> None:
     model = tiny("qwen2", device)

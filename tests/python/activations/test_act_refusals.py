@@ -45,7 +45,7 @@ def test_the_context_checks_too(option: str) -> None:
 
 def test_a_model_without_layers() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    with pytest.raises(forebay.OptionError, match=r"Sequential has no recognisable layers.*layers=.*save_on_host"):
+    with pytest.raises(forebay.OptionError, match=r"Sequential has no layers that can be found.*layers=.*save_on_host"):
         forebay.offload_activations(model)
     forebay.offload_activations(model, layers=list(model)).remove()
 

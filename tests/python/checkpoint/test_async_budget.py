@@ -62,7 +62,7 @@ def test_a_change_that_is_no_step_is_not_saved(
         change(model)
         assert not torch.equal(model.words.weight.cpu(), kept["words.weight"])
     if budget == 0:
-        with pytest.raises(forebay.CheckpointError, match=r"model\.words\.weight was changed .* larger budget"):
+        with pytest.raises(forebay.CheckpointError, match=r"model\.words\.weight was modified .* larger budget"):
             handle.result()
         kept = values(model, optimizers)
         handle = checkpoint.async_save(tmp_path, model, optimizers, snapshot_budget_bytes=budget)
@@ -99,8 +99,8 @@ dist.destroy_process_group()
     done = python(code, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     first, second, third = done.stdout.splitlines()
-    assert "model.weight was changed" in first
-    assert "model.weight was changed" in second
+    assert "model.weight was modified" in first
+    assert "model.weight was modified" in second
     assert third == "saved", "a forward pass changes nothing"
 
 

@@ -242,7 +242,7 @@ def test_a_second_save_is_refused_if_asked(tmp_path: Path) -> None:
     with held() as gate:
         handle = checkpoint.async_save(tmp_path, model, optimizers, when_busy="refuse")
         train(model, optimizers, 1)
-        with pytest.raises(forebay.CheckpointError, match=r"an earlier save is under way: .*written_bytes"):
+        with pytest.raises(forebay.CheckpointError, match=r"an earlier save is running: .*written_bytes"):
             checkpoint.async_save(tmp_path, model, optimizers, when_busy="refuse")
         gate.open()
         handle.result()

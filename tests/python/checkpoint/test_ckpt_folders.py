@@ -106,7 +106,7 @@ def test_leftovers_are_ignored_and_the_next_save_removes_them(tmp_path: Path) ->
 def test_a_second_save_at_the_same_time_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 1)
     first = _core.Saving(tmp_path)
-    with pytest.raises(forebay.CheckpointError, match="another save to this path is under way"):
+    with pytest.raises(forebay.CheckpointError, match="another save to this path is running"):
         save(tmp_path, 2)
     assert in_child(lambda: save(tmp_path, 2)).startswith(f"CheckpointError: {tmp_path}: another save")
     save(tmp_path / "other", 3)
@@ -124,7 +124,7 @@ def test_of_many_saves_at_once_each_is_whole_or_refused(tmp_path: Path) -> None:
             save(tmp_path, number)
             outcomes.append("saved")
         except forebay.CheckpointError as error:
-            outcomes.append("refused" if "under way" in str(error) else str(error))
+            outcomes.append("refused" if "is running" in str(error) else str(error))
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
     for thread in threads:

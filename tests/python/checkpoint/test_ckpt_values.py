@@ -131,8 +131,8 @@ def saved_beside(*arguments: Any, **named: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "what"),
     [
-        (torch.eye(3).to_sparse(), r"has the layout torch\.sparse_coo"),
-        (torch.empty(3, device="meta"), "has no data"),
+        (torch.eye(3).to_sparse(), r"has layout torch\.sparse_coo"),
+        (torch.empty(3, device="meta"), "is on the device meta and has no data"),
     ],
 )
 def test_a_tensor_that_is_not_dense_is_refused_by_name(

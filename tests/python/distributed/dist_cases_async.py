@@ -106,7 +106,7 @@ def both_refuse_when_one_is_busy() -> None:
         handle._done.clear()
     error = refused(async_save, path, net, optimizer, when_busy="refuse")
     assert isinstance(error, forebay.CheckpointError)
-    assert "under way" in str(error)
+    assert "is running" in str(error)
     handle._done.set()
     async_save(path, net, optimizer, when_busy="refuse").result()
     assert complete(path) == ["00000001", "00000002"]

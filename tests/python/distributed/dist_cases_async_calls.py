@@ -180,6 +180,6 @@ def a_group_that_is_destroyed_before_the_save_has_ended() -> None:
         error = refused(handle.result)
     assert isinstance(error, forebay.CheckpointError)
     assert str(path) in str(error)
-    assert "call result() on all of them before one ends or destroys its process group" in str(error)
+    assert "call result() on all ranks before one of them ends or destroys its process group" in str(error)
     assert complete(path) == ["00000001"]
     raise SurvivedError

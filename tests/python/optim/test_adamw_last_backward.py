@@ -305,7 +305,7 @@ def test_placements_without_a_host_part_refuse_it(device: torch.device) -> None:
     ]
     for option in options:
         optimizer = forebay.AdamW(make([(3,)], device=device), **option)
-        with pytest.raises(forebay.OptionError, match="last_backward belongs to"), optimizer.last_backward():
+        with pytest.raises(forebay.OptionError, match="last_backward needs placement"), optimizer.last_backward():
             pass
 
 

@@ -52,7 +52,7 @@ def test_parameters_that_share_memory_are_refused(
     parameters = [*make([(BEFORE,)], device=device), first, second]
     optimizer = forebay.AdamW([("body", parameters[0]), ("a", first), ("b", second)], lr=1e-2, placement=placement)
     give_gradients(parameters, 0)
-    refused(optimizer, parameters, r"^a and b share memory; use one and the same parameter .* clone")
+    refused(optimizer, parameters, r"^a and b share memory; use the same parameter .* clone")
     # One at a time is as with torch.
     second.grad = None
     optimizer.step()

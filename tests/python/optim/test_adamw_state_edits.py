@@ -183,8 +183,8 @@ REFUSED: dict[str, tuple[Callable[[Any, list[torch.nn.Parameter]], Any], str]] =
     ),
     "step": (lambda o, p: o.state[p[1]].__setitem__("step", torch.tensor(-1.0)), "invalid step of parameter 1"),
     "steps": (lambda o, p: o.state[p[1]].__setitem__("step", torch.ones(2)), "invalid step of parameter 1"),
-    "other kind": (lambda o, p: o.state[p[1]].__setitem__("exp_avg", o.state[p[1]]["exp_avg_sq"]), "give a clone"),
-    "other parameter": (lambda o, p: o.state.__setitem__(p[1], o.state[p[3]]), "give a clone"),
+    "other kind": (lambda o, p: o.state[p[1]].__setitem__("exp_avg", o.state[p[1]]["exp_avg_sq"]), "assign a clone"),
+    "other parameter": (lambda o, p: o.state.__setitem__(p[1], o.state[p[3]]), "assign a clone"),
 }
 
 

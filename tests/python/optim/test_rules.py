@@ -322,7 +322,7 @@ def test_state_of_another_optimizer_is_refused(name: str) -> None:
     optimizer = build(name, parameters, **TYPICAL[name])
     saved = optimizer.state_dict()
     saved["state"] = {0: {"shampoo": torch.zeros(3)}}
-    with pytest.raises(forebay.OptionError, match=f"has state 'shampoo' in the state dict, which is not {name}'s"):
+    with pytest.raises(forebay.OptionError, match=f"has state 'shampoo' in the state dict, which {name} does not have"):
         optimizer.load_state_dict(saved)
 
 

@@ -375,10 +375,10 @@ def test_options_are_checked_when_it_is_made(arguments, options, match: str) -> 
 @pytest.mark.parametrize("what", [("weights",), "gradient", ("parameters", 3)])
 def test_a_name_that_does_not_exist_is_refused(device: torch.device, what) -> None:
     sleeper = forebay.Sleeper(layers(device))
-    with pytest.raises(forebay.OptionError, match="none of parameters, buffers, gradients, optimizer"):
+    with pytest.raises(forebay.OptionError, match="use any of 'parameters', 'buffers', 'gradients', 'optimizer'"):
         sleeper.sleep(what)
     sleeper.sleep()
-    with pytest.raises(forebay.OptionError, match="none of"):
+    with pytest.raises(forebay.OptionError, match="use any of"):
         sleeper.wake(what)
     sleeper.wake()
 

@@ -349,7 +349,7 @@ def test_wake_follows_the_order_asked_for(device: torch.device, log: list[tuple[
     assert woken(None) == [1, 2, 3, 5]
     assert woken([model["c"], "a"]) == [3, 1, 2, 5]
     assert woken(["buffers", "b.weight"]) == [5, 2, 1, 3]
-    with pytest.raises(forebay.OptionError, match="nothing that there is: 'd'"):
+    with pytest.raises(forebay.OptionError, match="unknown name: 'd'"):
         sleeper.wake(order=["d"])
     with pytest.raises(forebay.OptionError, match="in no model"):
         sleeper.wake(order=[nn.Linear(1, 1)])

@@ -1,7 +1,7 @@
-//! The CPU backend: the reference, and the default where there is no GPU.
+//! The CPU backend: the reference, and the default without a GPU.
 //!
-//! Device memory is host memory with a capacity; streams are threads; copies can be held to the pace of a simulated
-//! link. What it computes defines what the GPU must compute.
+//! Device memory is host memory with a capacity, streams are threads, and copies can be slowed down to the rate of a
+//! simulated link. The results of this backend define the results of every other.
 
 mod kernels;
 mod link;

@@ -4,7 +4,7 @@
 //! the one that the event holds at that moment. A recording is completed exactly once, by the worker that reaches it, so
 //! re-recording an event never confuses those that wait for its earlier point.
 //!
-//! When work fails, its stream is failed for good: work behind it is dropped unrun, recordings behind it complete with
+//! When work fails, its stream stays failed: work behind it is dropped without running, recordings behind it complete with
 //! the error, and a stream that waits for such a recording fails too.
 
 use std::collections::VecDeque;

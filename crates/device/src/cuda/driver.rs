@@ -1,4 +1,4 @@
-//! The driver: found at run time, its answers turned into typed errors.
+//! The driver: loaded at run time; its error codes become typed errors.
 
 use std::cell::Cell;
 use std::ffi::CStr;
@@ -55,7 +55,7 @@ pub(crate) fn check(call: &'static str, answer: sys::CUresult) -> Result<()> {
     if answer == sys::CUresult::CUDA_SUCCESS { Ok(()) } else { Err(error(call, answer)) }
 }
 
-/// Errors of running code poison the whole context and surface in whatever call comes next.
+/// Errors of running code poison the whole context and are reported by the next call, whichever it is.
 fn is_asynchronous(answer: sys::CUresult) -> bool {
     use sys::CUresult as R;
     matches!(

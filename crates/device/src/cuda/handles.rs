@@ -1,7 +1,7 @@
-//! What the driver hands out, each freed by the drop of its one owner: streams, events, device memory, registrations.
+//! Handles of the driver: streams, events, device memory, registrations. Each has one owner and is freed when it drops.
 //!
-//! Memory is given back only after the device has been drained, so that no copy or kernel that was submitted with it
-//! can still be running. That wait is long and allowed to be: memory is allocated once and kept.
+//! Memory is freed only after the device has been drained, so that no copy or kernel that uses it can still be running.
+//! That wait may be long, which does no harm: memory is allocated once and kept.
 
 use std::sync::Arc;
 

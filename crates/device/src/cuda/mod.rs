@@ -1,8 +1,8 @@
 //! The CUDA backend: the driver API, loaded at run time.
 //!
-//! The binary links nothing of CUDA. Where the driver is missing or too old, opening the device says so, and everything
-//! else works. The device is torch's primary context; its streams can be borrowed. Ordering is the caller's: this
-//! backend adds no waits, events or tracking of its own.
+//! The binary links no CUDA library. If the driver is missing or too old, opening the device returns an error, and
+//! everything else works. The device uses the primary context, as torch does, and can borrow torch's streams. The
+//! caller orders all work: this backend adds no waits, events or tracking of its own.
 
 mod driver;
 pub(crate) mod handles;

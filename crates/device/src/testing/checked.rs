@@ -2,10 +2,10 @@
 //!
 //! [Note: vector clocks] Each stream is an actor, the host is one more. Every piece of work ticks its actor's clock,
 //! and each actor's view says how far it has seen every other. Recording an event copies the stream's view into it; a
-//! wait, by stream or host, merges the event's view into the waiter's; and since the host submits, every piece of work
-//! starts with what the host has seen. Two accesses to the same bytes, one of them a write, are ordered exactly when
-//! the later one's actor has seen the earlier one's tick. That holds or fails whatever the timing, so one run of a
-//! test covers all of them.
+//! wait, by stream or host, merges the event's view into the waiter's. The host submits all work, so every piece of
+//! work starts with the host's view. Two accesses to the same bytes, one of them a write, are ordered exactly when the
+//! actor of the later one has seen the tick of the earlier one. That does not depend on timing, so one run of a test
+//! covers all timings.
 //!
 //! Bytes are known by their address, so that memory which is borrowed twice counts as one.
 //!

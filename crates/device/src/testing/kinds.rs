@@ -1,7 +1,7 @@
-//! One test body on every device: which devices there are, whose turn it is, and an end to bodies that hang.
+//! One test body on every device: the list of devices, their turns, and a time limit for bodies that hang.
 //!
 //! A test named `x::cpu` is the body `x` on the CPU backend; `cpu_checked` is the same under `Checked`, `cuda` and
-//! `cuda_checked` run on the first GPU. Without a GPU those two pass with a word on standard error, unless
+//! `cuda_checked` run on the first GPU. Without a GPU those two print a note on standard error and pass, unless
 //! `FOREBAY_REQUIRE_CUDA=1` is set: then they fail. The test binaries need nothing but themselves, so they can be
 //! carried to a GPU machine and run there, under compute-sanitizer too.
 
@@ -184,7 +184,7 @@ fn guarded(kind: Kind, test: &str, body: impl FnOnce()) {
     drop(ended);
 }
 
-/// How many cases to draw by chance: so many, or twenty times as many where `FOREBAY_LONG=1` is set.
+/// How many random cases to run: this number, or twenty times as many if `FOREBAY_LONG=1` is set.
 pub fn cases(short: u32) -> u32 {
     let is_long = std::env::var_os("FOREBAY_LONG").is_some_and(|value| !value.is_empty() && value != "0");
     if is_long { 20 * short } else { short }

@@ -1,4 +1,4 @@
-//! What tests of this crate and of the crates above it share.
+//! Helpers that the tests of this crate and of the crates above it share.
 
 pub mod checked;
 pub mod fault;

@@ -1,7 +1,7 @@
 //! Update rules as data: the state an optimizer keeps, its numbers, and its arithmetic for one element.
 //!
-//! A [`Rule`] is all that the rest of the project knows of an optimizer. The plan, the ring, the host's threads,
-//! checkpoints and Python go by its columns and never by its name. To add an optimizer, write one file here and one in
+//! A [`Rule`] is all that the rest of the project knows about an optimizer. The plan, the ring, the host's threads,
+//! checkpoints and Python depend on its columns, never on its name. To add an optimizer, write one file here and one in
 //! `cuda/kernels`, list the rule in [`RULES`], and give it a class in Python.
 //!
 //! # The arithmetic
@@ -9,10 +9,10 @@
 //! written. Each rule writes its arithmetic once in Rust, generic over the vector unit, and once in CUDA C++ with every
 //! rounding as an intrinsic. The contract tests compare their bits.
 //!
-//! Before a rule sees a gradient it is widened to f32, multiplied with the step's scale where one is given, and negated
-//! where the group maximizes. The weight that a rule updates is the parameter, or its f32 master where one is kept. A
-//! master whose rounding is not the parameter is replaced by the parameter, element by element. So a master that starts
-//! as zero becomes the weight at the first step, and a weight that was loaded anew replaces its stale master.
+//! Before a rule gets a gradient, the gradient is widened to f32, multiplied with the step's scale if there is one, and
+//! negated if the group maximizes. The weight that a rule updates is the parameter, or its f32 master if there is one.
+//! A master whose rounding is not the parameter is replaced by the parameter, element by element. So a master that
+//! starts as zero becomes the weight at the first step, and a weight that was loaded replaces its stale master.
 
 mod adam;
 mod adamw;
@@ -57,7 +57,7 @@ impl Column {
         Self { name, dtype: Dtype::F32, block: 1 }
     }
 
-    /// Bytes of so many elements of the parameter.
+    /// Bytes of this many elements of the parameter.
     pub fn bytes(&self, elements: u64) -> u64 {
         elements.div_ceil(u64::from(self.block)) * self.dtype.bytes()
     }
@@ -96,7 +96,7 @@ pub struct Rule {
     pub columns: &'static [Column],
     /// The numbers of a group, by name. Switches are 0 or 1.
     pub hypers: &'static [&'static str],
-    /// What they are where a user gives none.
+    /// Their values if a user gives none.
     pub defaults: &'static [f64],
     /// Which columns a group with these numbers needs: bit `i` for column `i`.
     pub keeps: fn(hypers: &[f64]) -> u32,
@@ -255,7 +255,7 @@ pub struct Segment {
     pub grad: Region,
     /// Their type.
     pub grad_dtype: Dtype,
-    /// The rule's columns, in its order; none where a column is not kept.
+    /// The rule's columns, in its order; `None` for a column that is not kept.
     pub state: [Option<Region>; MAX_COLUMNS],
     /// Master weights, f32.
     pub master: Option<Region>,
@@ -340,7 +340,7 @@ impl Segment {
     }
 }
 
-/// The columns that a rule keeps whatever its numbers are: with all switches off.
+/// The columns that a rule always keeps: those with all switches off.
 fn least_kept(rule: &Rule) -> u32 {
     const OFF: [f64; 16] = [0.0; 16];
     (rule.keeps)(&OFF[..rule.hypers.len()])

@@ -13,7 +13,7 @@
 //! this rule: maximize, no weight decay, and a number of elements that is a multiple of 4.
 //!
 //! A parameter has no momentum buffer before its first update with momentum, as in torch. While a group's momentum is
-//! zero, a buffer that is there stays as it is.
+//! zero, an existing buffer is not changed.
 
 use super::{Arithmetic, Column, MAX_COLUMNS, MAXIMIZE, Rule, ScalarInputs, Scalars, Splat, element, flag};
 use crate::cpu::update::sweep;

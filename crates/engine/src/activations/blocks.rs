@@ -1,13 +1,13 @@
-//! Pinned memory for tensors of any size: ranges of a few slabs, used again from step to step.
+//! Pinned memory for tensors of any size: ranges of a few slabs, reused from step to step.
 //!
-//! A forward pass takes blocks and its backward pass gives them back, so between steps every slab is one free range
-//! again, however the sequence lengths vary. A block is taken from the first range that is large enough, lowest slab
-//! first: small tensors fill the ends that large ones leave. A new slab is pinned only when no range is large enough,
-//! and never beyond the budget. Slabs that were not needed for many passes in a row are unpinned.
+//! A forward pass takes blocks and its backward pass returns them, so between steps every slab is one free range again,
+//! for any sequence lengths. A block is taken from the first range that is large enough, lowest slab first: small
+//! tensors fill the ends that large ones leave. A new slab is pinned only if no range is large enough, and never beyond
+//! the budget. Slabs that were not needed for many passes in a row are unpinned.
 //!
-//! A block may be given back while a fetch still reads it: it is in flight, and so is the free range that it becomes. The
-//! next store into the range waits for the fetch on the device. Fetches end in the order in which their lane ran them, so
-//! of two ranges that are joined the later fetch ends both.
+//! A block may be returned while a fetch still reads it: it is in flight, and so is the free range that it becomes. The
+//! next store into the range waits for the fetch on the device. Fetches end in the order in which their lane ran them,
+//! so if two ranges are joined, the later fetch ends the use of both.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,13 +20,13 @@ use crate::memory::{Allocator, Lease};
 
 /// Blocks start and end at multiples of this, so that copies are aligned.
 const GRAIN_BYTES: u64 = 512;
-/// A slab is at least as large as so many blocks of the size that called for it, up to [`SMALL_SLAB_BYTES`].
+/// A slab is at least this many times as large as the block that needs it, up to [`SMALL_SLAB_BYTES`].
 const SMALL_SLAB_BLOCKS: u64 = 16;
 const SMALL_SLAB_BYTES: u64 = 64 << 20;
 /// And a quarter of what is pinned already, up to this.
 const LARGE_SLAB_BYTES: u64 = 4 << 30;
 
-/// One part in so many of the host's memory is left to others, where there is no budget.
+/// Without a budget, one part in this many of the host's memory is left to others.
 const HOST_MEMORY_PARTS: u64 = 16;
 /// Passes that are looked at together before a slab is given back.
 const PASSES_TO_LOOK: u32 = 8;
@@ -67,14 +67,14 @@ pub(crate) struct Block {
     slab: usize,
     offset: u64,
     bytes: u64,
-    /// As many bytes as were asked for.
+    /// The requested bytes.
     pub(crate) region: Region,
 }
 
 /// Why there is no block.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Exhausted {
-    /// Bytes that were asked for.
+    /// The requested bytes.
     pub requested_bytes: u64,
     /// Bytes that are pinned.
     pub pinned_bytes: u64,
@@ -162,7 +162,7 @@ impl Blocks {
         gaps.insert(offset, Gap { bytes, end });
     }
 
-    /// Pins slabs ahead of use, until so many bytes are pinned in all.
+    /// Pins slabs ahead of use, until this many bytes are pinned in all.
     pub(crate) fn reserve(&mut self, bytes: u64) -> Result<()> {
         self.allocator.budget().check(bytes.saturating_sub(self.pinned_bytes))?;
         while self.pinned_bytes < bytes {

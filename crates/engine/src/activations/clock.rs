@@ -1,7 +1,8 @@
-//! When layers ran and how long the computation waited, read from events long after the fact; and the fraction that
-//! those times allow.
+//! When layers ran and how long the computation waited, read from events after the work has ended; and the fraction
+//! that those times allow.
 //!
-//! Nothing here waits: a time is read when its event has been reached, or not at all.
+//! A time is read if its event has been reached; nothing here waits for it. The exception is statistics: they call
+//! `read_stalls` with `wait` set.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -248,7 +249,7 @@ impl Clock {
     }
 }
 
-/// How much of what could be carried under the computation is asked for.
+/// The share that is used of the bytes that could be copied during the computation.
 const MARGIN: f64 = 0.92;
 /// Passes at full offload before the first choice; the first one of a program is slow in many ways.
 const PASSES_TO_LEARN: u32 = 2;

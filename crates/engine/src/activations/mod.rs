@@ -1,4 +1,4 @@
-//! Activations: they leave the device under the forward pass and return under the backward pass.
+//! Activations: they leave the device during the forward pass and return during the backward pass.
 //!
 //! ```text
 //! forward:   saved tensor ==store==> block of pinned memory      its source is freed a window of bytes later
@@ -13,12 +13,12 @@
 //! - the use of fetched bytes waits for the end of the fetch;
 //! - a block is stored into again after the last fetch that reads it.
 //!
-//! A stream waits only for work that was submitted, so a caller that needs a mark that the lane has not recorded yet waits
-//! for that on the host; the window bounds how far the host can be ahead.
+//! A stream waits only for work that was submitted. So a caller that needs a mark which the lane has not recorded yet
+//! waits for the recording on the host; the window limits how far the host can be ahead.
 //!
 //! The caller owns the tensors' memory: it keeps a source until [`Offload::save`] or [`Offload::release`] names its
-//! entry, and the memory of a fetch until [`Offload::free_fetched`] or [`Offload::release`]. It also says where saved
-//! tensors end: whatever the order of use turns out to be, an entry lives until its last save was released.
+//! entry, and the memory of a fetch until [`Offload::free_fetched`] or [`Offload::release`]. The caller also ends saved
+//! tensors: in any order of use, an entry lives until its last save was released.
 
 mod blocks;
 mod clock;
@@ -44,9 +44,9 @@ use crate::sync::{Mutex, MutexGuard, lock};
 /// What to offload, and how much of it at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct OffloadOptions {
-    /// Part of the bytes that leaves the device; none for what hides under the computation as measured.
+    /// Share of the bytes that leaves the device; `None` for as much as can be copied without waiting, as measured.
     pub fraction: Option<f64>,
-    /// Bytes that may be on their way out, or fetched ahead; none for what the largest layer saves.
+    /// Bytes that may be on their way out, or fetched ahead; `None` for the bytes that the largest layer saves.
     pub max_in_flight_bytes: Option<u64>,
 }
 
@@ -96,7 +96,7 @@ pub struct SaveOutcome {
     pub saved: Saved,
     /// Entries whose sources may be freed now.
     pub dropped: Vec<EntryId>,
-    /// Why the entry stays although it was to leave.
+    /// Why an entry that was chosen to leave stays.
     pub exhausted: Option<Exhausted>,
 }
 
@@ -212,7 +212,7 @@ impl Offload {
         lock(&self.state)
     }
 
-    /// Pins so many bytes ahead of use.
+    /// Pins this many bytes ahead of use.
     pub fn reserve(&self, bytes: u64) -> Result<()> {
         self.state().blocks.reserve(bytes)
     }

@@ -9,11 +9,11 @@
 //! - a source is freed when more than a window has been saved from it on;
 //! - a use of a save at some place asks for the entries up to a window before it.
 //!
-//! So at most a window's bytes are held back from leaving and at most a window's bytes have arrived early, and both
-//! follow the computation: where half of the bytes are kept, half a window is in flight.
+//! So at most a window of bytes waits to be freed and at most a window of bytes has arrived early, and both follow the
+//! computation: if half of the bytes are kept, half a window is in flight.
 //!
-//! A save may come with a [`Route`] instead, which a plan has made for it: then it goes where the route says, is freed
-//! at the end of one layer and fetched from the first use in another layer on, whatever the window is.
+//! A save may have a [`Route`], which a plan made for it. Then the route decides instead of the window: the save leaves
+//! or stays, is freed at the end of one layer, and is fetched from the first use in another layer on.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
@@ -151,7 +151,7 @@ pub struct Tape {
     largest_entry: u64,
 }
 
-/// While no layer has been seen to its end, the window is so many of the largest tensors.
+/// Until a layer has been seen to its end, the window is this many times the size of the largest tensor.
 const TENSORS_IN_WINDOW: u64 = 4;
 
 impl Tape {
@@ -255,7 +255,7 @@ impl Tape {
         Saved { save, entry, start_bytes: key.start_bytes, new: true, offload }
     }
 
-    /// Spreads the fraction evenly: each tensor adds its share, and one leaves when its own size has come together.
+    /// Spreads the fraction evenly: each tensor adds its share to a sum, and leaves if the sum has reached its size.
     fn is_chosen(&mut self, bytes: u64) -> bool {
         self.credit += u128::from(bytes) * self.fraction;
         let price = u128::from(bytes) * PARTS;
@@ -266,14 +266,14 @@ impl Tape {
         chosen
     }
 
-    /// There was no memory for an entry that was to leave: it stays.
+    /// There was no memory for an entry that was chosen to leave: it stays.
     pub fn keep(&mut self, entry: EntryId) {
         self.leaving.retain(|&leaving| leaving != entry);
         self.routed.retain(|&leaving| leaving != entry);
         self.put(entry, Location::Kept);
     }
 
-    /// The oldest entry whose source is to be freed now; call again until there is none.
+    /// The oldest entry whose source must be freed now; call again until there is none.
     pub fn due(&mut self) -> Option<EntryId> {
         let window = self.window();
         let &oldest = self.leaving.front()?;

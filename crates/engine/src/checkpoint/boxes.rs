@@ -13,18 +13,18 @@ pub struct TensorBox {
     pub shape: Vec<u64>,
 }
 
-/// The number of elements of a shape; none where the number does not fit into 64 bits.
+/// The number of elements of a shape; `None` if the number does not fit into 64 bits.
 pub(super) fn volume(shape: &[u64]) -> Option<u64> {
     // A tensor with an empty dimension is empty, however large the others are.
     if shape.contains(&0) { Some(0) } else { shape.iter().try_fold(1u64, |product, &side| product.checked_mul(side)) }
 }
 
-/// The bytes of a contiguous tensor; none where its type is unknown or the number does not fit into 64 bits.
+/// The bytes of a contiguous tensor; `None` if its type is unknown or the number does not fit into 64 bits.
 pub fn dense_bytes(dtype: &str, shape: &[u64]) -> Option<u64> {
     volume(shape)?.checked_mul(element_bytes(dtype)?)
 }
 
-/// The bytes from a tensor's first element to the end of its last, with strides in elements; none where its type is
+/// The bytes from a tensor's first element to the end of its last, with strides in elements; `None` if its type is
 /// unknown, it has another number of strides than of dimensions, or the number does not fit into 64 bits.
 pub fn span_bytes(dtype: &str, shape: &[u64], strides: &[u64]) -> Option<u64> {
     let width = element_bytes(dtype)?;

@@ -8,7 +8,7 @@ use super::manifest::Manifest;
 use super::{MANIFEST, refuse};
 use crate::error::{Error, Result};
 
-/// The file that a save to a path keeps locked. The system unlocks it when the process ends, in whatever way.
+/// The file that a save to a path keeps locked. The system unlocks it when the process ends, even if it is killed.
 const LOCK: &str = ".saving";
 /// The manifest's name until it is complete.
 const PARTIAL: &str = "manifest.json.partial";
@@ -90,7 +90,7 @@ pub struct Saving {
 }
 
 impl Saving {
-    /// Makes the path where it does not exist, removes incomplete subfolders, and makes one with the next number.
+    /// Makes the path if it does not exist, removes incomplete subfolders, and makes one with the next number.
     pub fn begin(path: &Path) -> Result<Self> {
         if is_complete(path) {
             // A load of this path would still find the old checkpoint.
@@ -103,7 +103,7 @@ impl Saving {
         match lock.try_lock() {
             Ok(()) => {}
             Err(TryLockError::WouldBlock) => {
-                return refuse(path, "another save to this path is under way; wait for it, or save to another path");
+                return refuse(path, "another save to this path is running; wait for it, or save to another path");
             }
             // The file system has no locks.
             Err(TryLockError::Error(_)) => {}

@@ -1,6 +1,6 @@
-//! Copies of device memory in one pinned slab, for a save that goes on while training changes the memory.
+//! Copies of device memory in one pinned slab, for a save that runs while training changes the memory.
 //!
-//! The slab is kept and used again while the sizes stay the same, which they do from one save of a model to the next.
+//! The slab is kept and reused while the sizes stay the same, as they do from one save of a model to the next.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -1,4 +1,4 @@
-//! One file on its way to the disk: summed, gathered into whole pages where the system's cache is bypassed, and paced.
+//! One file on its way to the disk: its checksums, whole pages if the system's cache is bypassed, and a limited rate.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;

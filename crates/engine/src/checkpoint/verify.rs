@@ -1,4 +1,4 @@
-//! What is in a checkpoint, and whether all of it is as it was written.
+//! The contents of a checkpoint, and whether every byte is as it was written.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;

@@ -1,9 +1,9 @@
-//! Writing: regions of memory into safetensors files, straight from where they lie.
+//! Writing: regions of memory into safetensors files, without a copy.
 //!
-//! The entries are spread over a few files of about equal size, and each file has a thread of its own: two threads in one
-//! file would wait for each other in the kernel. A thread goes through its file block by block: it sums the block, writes
-//! it, and asks for it to be brought to the disk while it goes on. ThreadMemory on a device comes through one block of pinned
-//! memory for each thread.
+//! The entries are spread over a few files of about equal size, and each file has a thread of its own: two threads in
+//! one file would wait for each other in the kernel. A thread writes its file block by block: it computes the block's
+//! checksum, writes the block, and asks the system to start writing it to the disk. Device memory passes through one
+//! block of pinned memory for each thread.
 
 use std::fs::{File, OpenOptions};
 use std::path::{Path, PathBuf};
@@ -34,7 +34,7 @@ pub struct FileEntry {
     pub dtype: String,
     /// Its shape.
     pub shape: Vec<u64>,
-    /// Its bytes, contiguous, on the host or on the device of the options; none for an empty chunk.
+    /// Its bytes, contiguous, on the host or on the device of the options; `None` for an empty chunk.
     pub data: Option<Region>,
 }
 

@@ -7,8 +7,8 @@ use forebay_device::Stream;
 use super::marks::Mark;
 use crate::error::Result;
 
-/// A value and the mark that ends the device's use of it; none where the device does not use it. The value comes out only
-/// in a way that respects the mark.
+/// A value and the mark that ends the device's use of it; no mark if the device does not use it. The value can be taken
+/// out only in ways that respect the mark.
 #[derive(Debug)]
 #[must_use = "the device may still use the value; pass it on with its mark"]
 pub struct InFlight<T> {
@@ -17,7 +17,7 @@ pub struct InFlight<T> {
 }
 
 impl<T> InFlight<T> {
-    /// `end` was recorded after the last work that uses `value`; none where no work does.
+    /// `end` was recorded after the last work that uses `value`; `None` if no work does.
     pub(crate) fn new(value: T, end: Option<Arc<Mark>>) -> Self {
         Self { value, end }
     }

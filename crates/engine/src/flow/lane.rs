@@ -1,8 +1,8 @@
-//! One direction of the wire: a stream, and a thread of the engine's own that submits a few chunks at a time to it.
+//! One direction of the wire: a stream, and a thread of the engine that submits a few chunks at a time to it.
 //!
-//! Copies that are queued deep on a copy engine delay everybody's small copies, whatever their stream, so a lane never
-//! has more than [`IN_FLIGHT_BYTES`] under way and submits the next chunk when one has ended. Asking for a copy is then
-//! cheap and never blocks. A caller that needs the copy's mark waits until the lane has recorded it ([`Lane::wait`]).
+//! A deep queue on a copy engine delays small copies of all streams. So a lane never has more than [`IN_FLIGHT_BYTES`]
+//! under way and submits the next chunk when one has ended. Requesting a copy is cheap and never blocks. A caller that
+//! needs the copy's mark waits until the lane has recorded it ([`Lane::wait`]).
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ const IN_FLIGHT_BYTES: u64 = 64 << 20;
 /// Copies that are submitted and have not ended.
 const IN_FLIGHT_COPIES: usize = 16;
 
-/// With each timed copy, the times of earlier copies lose one part in so many of their weight.
+/// With each timed copy, the times of earlier copies lose one part in this many of their weight.
 const FADE_PARTS: u64 = 8;
 
 /// A copy to make.
@@ -35,7 +35,7 @@ pub(crate) struct CopyJob {
     pub(crate) end: Arc<Mark>,
 }
 
-/// A copy that a lane was asked for.
+/// A copy that was requested from a lane.
 #[derive(Debug, Clone)]
 pub(crate) struct QueuedCopy {
     ticket: Ticket,
@@ -117,7 +117,7 @@ impl Lane {
         self.queue.cancel(copy.ticket)
     }
 
-    /// The rate of the last copies, in bytes per nanosecond, which is GB/s; none before the first has been timed.
+    /// The rate of the last copies, in bytes per nanosecond, which is GB/s; `None` before the first has been timed.
     pub(crate) fn rate(&self) -> Option<f64> {
         let (bytes, ns) = (self.observed.bytes.load(Relaxed), self.observed.ns.load(Relaxed));
         (ns > 0).then(|| bytes as f64 / ns as f64)
@@ -151,7 +151,7 @@ struct Worker {
 impl Worker {
     fn run(&mut self, job: &CopyJob, queue: &Queue<CopyJob>) -> Result<()> {
         let outcome = self.copy(job, queue);
-        // Recorded also after a failure or a stop: it ends whatever was submitted.
+        // Recorded even after a failure or a stop: it ends everything that was submitted.
         self.jobs += 1;
         job.end.set_order(self.jobs);
         outcome.and(job.end.record(&self.stream))

@@ -1,9 +1,9 @@
-//! Marks: points in streams that end the use of something, made of events that are used again.
+//! Marks: points in streams that end the use of something, made of events that are reused.
 //!
-//! [Note: a refused recording] Work that was accepted uses its memory until the mark behind it is reached, also where the
-//! recording of that mark is refused. So a refused recording is tried once more. Where that is refused too, the event
-//! still stands for an earlier point, which was reached long ago. The mark then remembers the stream: the next query
-//! or wait records it first, and returns an error if that is refused again. So memory never counts as free because of an
+//! [Note: a refused recording] Work that was accepted uses its memory until the mark behind it is reached, even if the
+//! recording of that mark is refused. So a refused recording is tried once more. If that is refused too, the event
+//! still stands for an earlier point, which was reached long ago. The mark then remembers the stream: the next query or
+//! wait records it first, and returns an error if that is refused again. So memory never counts as free because of an
 //! event from an earlier use.
 
 use std::sync::Arc;
@@ -48,7 +48,7 @@ impl Marks {
 #[derive(Debug)]
 pub(crate) struct Mark {
     event: Event,
-    /// The stream whose end this is, where both attempts to record it were refused.
+    /// The stream whose end this is, if both attempts to record it were refused.
     unrecorded: Mutex<Option<Stream>>,
     order: AtomicU64,
     home: Arc<Marks>,

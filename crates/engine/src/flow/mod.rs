@@ -1,11 +1,10 @@
-//! How bytes move: streams, the marks that order them, and the slots and queues that bound what is under way.
+//! How bytes move: streams, the marks that order them, and the slots and queues that limit the work under way.
 //!
-//! - [`InFlight`] is a value with the mark that ends the device's use of it. Memory that a call leaves in use is passed on
-//!   as that: slots of the rings, blocks of activations, staging memory of sleeps.
-//! - `Marks` are the points in streams that say so; `Ring` holds slots that are used again in the order in which they
-//!   come back.
-//! - [`Pipeline`] moves chunks through a ring: fetch, update, store. `Lane` makes one direction's copies in the order in
-//!   which they are asked for through its `Queue`.
+//! - [`InFlight`] is a value with the mark that ends the device's use of it. Memory that a call leaves in use is
+//!   passed on as `InFlight`: slots of the rings, blocks of activations, staging memory of sleeps.
+//! - `Marks` are those points in streams. `Ring` holds slots that are reused in the order in which they come back.
+//! - [`Pipeline`] moves chunks through a ring: fetch, update, store. `Lane` makes the copies of one direction, in the
+//!   order of the requests in its `Queue`.
 
 mod in_flight;
 pub(crate) mod lane;

@@ -12,8 +12,8 @@
 //!   most as many chunks as there are slots are ever queued, and small copies of others are not stuck behind them;
 //! - bytes of the host are fetched again after their last store has ended: the fetch stream waits for it.
 //!
-//! A slot that is dropped on the way, because something failed, goes back to the ring with the mark that ends
-//! whatever was accepted of its work. Nothing is allocated after [`Pipeline::new`].
+//! A slot that is dropped after a failure goes back to the ring with the mark that ends the accepted part of its work.
+//! Nothing is allocated after [`Pipeline::new`].
 
 use std::sync::Arc;
 
@@ -67,7 +67,7 @@ struct Trip {
     timed: bool,
 }
 
-/// One chunk in so many is timed: a time costs the copy engine more than the ordering does.
+/// One chunk in this many is timed: a time costs the copy engine more than the ordering does.
 const TIMED_EVERY: u64 = 64;
 
 /// What one run through the pipeline did. Bytes are payload, each way. Without a trace, the times of the stages are
@@ -116,7 +116,7 @@ impl Drop for Pipeline {
 #[derive(Debug)]
 pub struct Slot {
     index: usize,
-    /// The end of the work accepted so far; none while the device has not touched it.
+    /// The end of the work accepted so far; `None` while the device has not touched it.
     end: Option<Arc<Mark>>,
     timed: bool,
     core: Arc<PipelineCore>,
@@ -157,7 +157,7 @@ impl Pipeline {
         Ok(pipeline)
     }
 
-    /// Bytes of a ring. Slots start aligned, whatever their size: a kernel refuses an f32 at an odd address.
+    /// Bytes of a ring. Slots of any size start aligned: a kernel refuses an f32 at an odd address.
     pub fn ring_bytes(slots: usize, slot_bytes: u64) -> u64 {
         slot_bytes.next_multiple_of(ALIGN_BYTES) * slots as u64
     }
@@ -201,7 +201,7 @@ impl Pipeline {
         self.core.ring.idle()
     }
 
-    /// Keeps the spans of the next runs, at most so many for each. A traced run begins only after the one before has
+    /// Keeps the spans of the next runs, at most this many for each. A traced run begins only after the one before has
     /// ended, so that their times have one origin.
     pub fn set_trace(&self, spans: usize) {
         lock(&self.core.totals).trace = Trace::with_capacity(spans);
@@ -301,7 +301,7 @@ impl Pipeline {
         Ok(())
     }
 
-    /// Blocks until every store has ended, and whatever a failed run left under way, and completes the statistics.
+    /// Waits for every store and for all work that a failed run left under way, and completes the statistics.
     pub fn drain(&self) -> Result<()> {
         for (index, slot) in self.core.slots.iter().enumerate() {
             if lock(&slot.trip).is_some() {
@@ -384,7 +384,7 @@ impl PipelineCore {
         let mut times = [0; 3];
         if trip.timed {
             for (time, [begin, end]) in times.iter_mut().zip(&slot.timers) {
-                // A trip that broke off has no times worth keeping; what broke it was told where it happened.
+                // A trip that failed has no times worth keeping; its error was returned when it failed.
                 let Ok(elapsed) = self.device.elapsed_ns(begin, end) else { return Ok(()) };
                 *time = elapsed;
             }

@@ -5,7 +5,7 @@
 //! 2. `wait` returns once a job is over: all its work has been submitted to the device, or it failed. Only then may a
 //!    stream be made to wait for the job's mark; waiting for an event that was not recorded would be a no-op.
 //! 3. `cancel` takes a waiting job out, so that it never ran. A running one is asked to stop at its next chunk, and
-//!    `cancel` returns when it has: whatever was submitted ends with the job's mark.
+//!    `cancel` returns when it has stopped: everything that was submitted ends with the job's mark.
 //! 4. After `close` the thread ends what it runs and takes nothing more; those who wait get an answer.
 //!
 //! The tests below run this protocol under loom.
@@ -63,7 +63,7 @@ impl<T> Queue<T> {
         Self { state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    /// Adds a job at the end, or before all others where a caller waits for it already.
+    /// Adds a job at the end, or before all others if a caller waits for it already.
     pub(crate) fn push(&self, job: T, urgent: bool) -> Ticket {
         let mut state = lock(&self.state);
         let ticket = Ticket(state.next);
@@ -88,7 +88,7 @@ impl<T> Queue<T> {
         }
     }
 
-    /// The next job, for the thread; none once the queue is closed.
+    /// The next job, for the thread; `None` after the queue is closed.
     pub(crate) fn next(&self) -> Option<(Ticket, T)> {
         let mut state = lock(&self.state);
         loop {

@@ -1,4 +1,4 @@
-//! The slot ring: a fixed number of slots that are used again in the order in which they come back.
+//! The slot ring: a fixed number of slots that are reused in the order in which they come back.
 //!
 //! [Note: the ring's protocol]
 //! 1. A slot has one owner at a time: the ring, or the one who acquired it.

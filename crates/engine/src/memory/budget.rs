@@ -17,19 +17,19 @@ pub struct PinnedBudget {
 
 #[derive(Debug)]
 struct Usage {
-    /// `u64::MAX` where there is no limit.
+    /// `u64::MAX` if there is no limit.
     limit_bytes: AtomicU64,
     used_bytes: AtomicU64,
 }
 
 impl PinnedBudget {
-    /// A budget of so many bytes, or without a limit.
+    /// A budget of this many bytes, or without a limit.
     pub fn new(limit_bytes: Option<u64>) -> Self {
         let limit_bytes = AtomicU64::new(limit_bytes.unwrap_or(u64::MAX));
         Self { shared: Arc::new(Usage { limit_bytes, used_bytes: AtomicU64::new(0) }) }
     }
 
-    /// Another limit from now on. What is in use stays in use, also where it is more than the new limit.
+    /// Another limit from now on. Memory in use stays in use, even if it is more than the new limit.
     pub fn set_limit(&self, limit_bytes: Option<u64>) {
         self.shared.limit_bytes.store(limit_bytes.unwrap_or(u64::MAX), Relaxed);
     }
@@ -64,7 +64,7 @@ impl PinnedBudget {
         Ok(PinnedBytes { shared: self.shared.clone(), bytes: requested_bytes })
     }
 
-    /// The sum, where it stays within the limit.
+    /// The sum, if it stays within the limit.
     fn fits(&self, used_bytes: u64, requested_bytes: u64) -> Option<u64> {
         let limit = self.shared.limit_bytes.load(Relaxed);
         used_bytes.checked_add(requested_bytes).filter(|&sum| sum <= limit)

@@ -1,27 +1,27 @@
-//! Updates on the host: gradients are copied to the host through a pinned ring, the host's threads update the state where
-//! it lives, and the new weights are copied back.
+//! Updates on the host: gradients are copied to the host through a pinned ring, the host's threads update the state in
+//! place, and the new weights are copied back.
 //!
 //! ```text
 //! gradient, weight ==down==> [pinned slot] --threads: state, master, weight--> [same slot] ==up==> weight
 //!                 stream D                                                    stream U
 //! ```
 //!
-//! One thread drives: it submits the copy down of a chunk, starts the update of the one before, and submits the copy up
-//! of the one before that when its update has ended. So the threads always have a chunk to work on and one waiting, and
-//! at most as many chunks as there are slots are under way. What orders the streams:
+//! One thread drives. It submits the copy down of a chunk, starts the update of the chunk before, and submits the copy
+//! up of the chunk before that when its update has ended. So the threads always have one chunk to work on and one
+//! waiting, and at most as many chunks as there are slots are under way. What orders the streams:
 //! - the copy down waits for the caller's stream as it was when the step began;
 //! - the host waits for the copy down, then for its threads, then submits the copy up;
 //! - the caller's stream waits for the last copy up, so what it does after the step sees the new weights.
 //!
 //! Beside a streamed half, D is its store stream and U its fetch stream; see [Note: one queue for each direction].
 //!
-//! A slot takes as many chunks in a row as its bytes hold: gradient and weight are fewer bytes than the state that a chunk
-//! is measured by, and few large copies keep a wire busier than many small ones.
+//! A slot takes as many consecutive chunks as fit: the size of a chunk counts its state, and gradient and weight are
+//! fewer bytes than that. Few large copies keep a wire busier than many small ones.
 //!
 //! Parameters that lie on the host are updated in place and touch neither slots nor streams.
 //!
-//! Weights are copied down too. A master is replaced by a weight that is not its rounding, and only the weight itself can
-//! show that: torch's version counters do not see what is written through `.data`.
+//! Weights are copied down too. If a weight is not the rounding of its master, it replaces the master. Only the weight
+//! itself can show that: torch's version counters do not count changes through `.data`.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -44,11 +44,11 @@ use crate::memory::{Allocator, Lease};
 use crate::plan::{Chunk, Piece};
 use crate::sync::{Mutex, lock};
 
-/// How many chunks may be on their way down, and how many in the threads' hands, when the next slot is asked for. One
-/// slot has to be left for that: whoever held them all would wait for ever.
+/// The most chunks that may be on their way down, and the most that the threads may have, when the next slot is asked
+/// for. One slot must remain free: a lane that held all slots would wait for ever.
 fn depths(slots: usize) -> (usize, usize) {
     match slots {
-        // Nothing comes down, and no slot is asked for.
+        // Nothing is copied down, and no slot is needed.
         0 => (0, 2),
         1..=2 => (0, 1),
         3 => (1, 1),
@@ -58,15 +58,15 @@ fn depths(slots: usize) -> (usize, usize) {
     }
 }
 
-/// How many times more chunks are taken at once where parameters lie on the host.
+/// How many times more chunks are taken at once if parameters lie on the host.
 const IN_PLACE: u64 = 16;
 
 /// The streams of a step.
 ///
-/// [Note: one queue for each direction] A copy engine seems to stay with a stream for as long as that one has copies ready, and
-/// a streamed step always has stores ready where the wire is its limit. Gradients on a stream of their own were seen to
-/// wait until the streamed half was done. In one stream copies run in the order in which they were submitted, so each half gets what it
-/// asks for: at most the streamed half's slots are ahead of a gradient.
+/// [Note: one queue for each direction] A copy engine seems to stay with a stream for as long as that stream has copies
+/// ready, and a streamed step that is limited by the wire always has stores ready. Gradients on a stream of their own
+/// were seen to wait until the streamed half was done. In one stream, copies run in the order in which they were
+/// submitted, so both halves progress: at most the streamed half's slots are ahead of a gradient.
 struct Directions<'a> {
     down: &'a Stream,
     up: &'a Stream,
@@ -126,7 +126,7 @@ pub(super) struct HostLane {
     flags_landed: Arc<Mark>,
     stats: Mutex<HostStats>,
     slot_bytes: u64,
-    /// The slots' memory; nothing where all parameters lie on the host.
+    /// The slots' memory; `None` if all parameters lie on the host.
     slab: Option<Lease<Slab>>,
 }
 
@@ -142,7 +142,7 @@ impl<'a> HeldSlot<'a> {
         &self.lane.slots[self.index]
     }
 
-    /// Submits copies to or from the slot; `end` marks their end, also where some were refused.
+    /// Submits copies to or from the slot; `end` marks their end, even if some were refused.
     fn transfer(
         mut self,
         stream: &Stream,
@@ -202,7 +202,7 @@ struct Passage<'a, S> {
 }
 
 impl HostLane {
-    /// Starts the threads and pins the ring; no slots are enough where all parameters lie on the host.
+    /// Starts the threads and pins the ring; no slots are needed if all parameters lie on the host.
     pub(super) fn new(memory: &Allocator, options: &HostOptions, slots: usize, slot_bytes: u64) -> Result<Self> {
         let device = memory.device().clone();
         let marks = Marks::new(device.clone());
@@ -226,8 +226,8 @@ impl HostLane {
         Ok(lane)
     }
 
-    /// Pins the ring where there is none yet: twice as many slots as there are in a plan, of its size. A slot spends most
-    /// of its time waiting, first for its turn on the copy down and then on the copy up.
+    /// Pins the ring if there is none yet: twice as many slots as the plan has, of the same size. A slot spends most of
+    /// its time waiting, first for its turn on the copy down and then on the copy up.
     pub(super) fn open_ring(&mut self, memory: &Allocator, slots: usize) -> Result<()> {
         if slots == 0 || self.slab.is_some() {
             return Ok(());
@@ -242,7 +242,7 @@ impl HostLane {
         Ok(())
     }
 
-    /// Bytes that a lane with so many slots pins.
+    /// Bytes that a lane with this many slots pins.
     pub(super) fn bytes_to_pin(slots: usize, slot_bytes: u64) -> Result<u64> {
         let ring = if slots == 0 { 0 } else { SlabLayout::new(&ring_parts(slots, slot_bytes))?.bytes() };
         Ok(SlabLayout::new(&FLAG_BYTES)?.bytes() + ring)
@@ -293,7 +293,7 @@ impl HostLane {
         self.flags_landed.synchronize()
     }
 
-    /// The pipeline's streams where there is one, and else this lane's own.
+    /// The pipeline's streams if there is a pipeline, otherwise this lane's own.
     fn directions<'a>(&'a self, pipeline: Option<&'a Pipeline>) -> Directions<'a> {
         match pipeline {
             Some(pipeline) => Directions { down: pipeline.store_stream(), up: pipeline.fetch_stream() },
@@ -301,8 +301,8 @@ impl HostLane {
         }
     }
 
-    /// Begins a step: what comes down waits for what the caller's stream was given so far. What goes up need not: it is
-    /// submitted after its copies down have been waited for.
+    /// Begins a step: copies down wait for the work that the caller's stream has now. Copies up need no such wait: each
+    /// is submitted after its copy down has ended.
     pub(super) fn begin(&self, inputs: &StepInputs, compute: &Stream, pipeline: Option<&Pipeline>) -> Result<()> {
         *lock(&self.stats) = HostStats::default();
         self.ready.record(compute)?;
@@ -324,8 +324,8 @@ impl HostLane {
         self.ended.wait(compute).and(recorded)
     }
 
-    /// Updates the chunks that it can claim. Between [`Self::begin`] and [`Self::end`]. Lets go of `first` when its first
-    /// copies are submitted.
+    /// Updates the chunks that it can claim. Called between [`Self::begin`] and [`Self::end`]. Drops `first` when its
+    /// first copies are submitted.
     pub(super) fn run(
         &self,
         tables: &[TableStep<'_>],
@@ -374,7 +374,7 @@ impl Drop for HostLane {
     }
 }
 
-/// What the device knows about a step and the host has to be told.
+/// Flags of a step that the device computes and the host needs.
 #[derive(Clone, Copy)]
 struct Flags {
     grad_scale: f32,
@@ -429,12 +429,12 @@ impl<'a> Step<'a> {
             self.advance(landing, updating)?;
         }
         self.advance(0, 0)?;
-        // Also where there was nothing to update: copies that began before the step have ended when it ends.
+        // Even if there was nothing to update: copies that began before the step have ended when it ends.
         self.flags()?;
         Ok(self.stats)
     }
 
-    /// Starts and finishes the oldest chunks until no more than so many are left in each state.
+    /// Starts and finishes the oldest chunks until no more than this many are left in each state.
     fn advance(&mut self, landing: usize, updating: usize) -> Result<()> {
         while self.landing.len() > landing {
             if self.flags()?.skip {
@@ -449,8 +449,8 @@ impl<'a> Step<'a> {
         self.finish_beyond(updating)
     }
 
-    /// Lets go of chunks whose gradients and weights are still coming down, once they have: whoever owns those may free
-    /// them when the step has ended.
+    /// Waits for chunks whose gradients and weights are still being copied down, and releases them: when the step has
+    /// ended, the owner of gradients and weights may free them.
     fn wait_for_landing(&mut self) -> Result<()> {
         let mut outcome = Ok(());
         for slot in self.landing.drain(..).filter_map(|passage| passage.slot) {

@@ -1,9 +1,9 @@
-//! Chunks shared out between the device and the host, both at work at once.
+//! Chunks divided between the device and the host, which work at the same time.
 //!
 //! The device takes chunks from the front of the list, the host from its back. A fixed share says beforehand where they
-//! meet. "Auto" tries each alone, lets them meet where they meet, moves that place by what it saw of both ends, and keeps
-//! the fastest: where both need the same thing, the wire or the memory, sharing can be slower than either alone. Where a
-//! chunk is updated changes no bit of it: one arithmetic serves both.
+//! meet. "Auto" tries both ends without a fixed share, each end alone, and the share at which both would finish
+//! together at their measured rates; then it keeps the fastest. Sharing can be slower than one end alone, if both ends
+//! are limited by the wire or by memory. Device and host give the same bits: both run the same arithmetic.
 
 use std::ops::Range;
 use std::sync::mpsc::Receiver;
@@ -214,9 +214,9 @@ struct Measured {
 }
 
 impl Measured {
-    /// Begins a step of so many bytes, and says whether it is a trial. A much larger one than those before makes what
-    /// was found worthless: a head that is trained alone says nothing about the body. A much smaller one says as little,
-    /// and is not counted.
+    /// Begins a step of this many bytes, and decides whether it is a trial. A step of more than twice the bytes starts
+    /// the trials again: steps that train only a head say nothing about the whole model. A step of less than half the
+    /// bytes is no trial, for the same reason.
     fn begin(&mut self, bytes: u64) {
         if bytes > 2 * self.bytes {
             (self.tried, self.settled, self.bytes) = (Vec::new(), None, bytes);
@@ -285,7 +285,7 @@ impl Hybrid {
         &self.lane
     }
 
-    /// Pins the host's ring where there is none yet, between steps.
+    /// Pins the host's ring if there is none yet, between steps.
     pub(super) fn open_ring(&mut self, memory: &Allocator, slots: usize) -> Result<()> {
         self.lane.open_ring(memory, slots)
     }
@@ -296,12 +296,13 @@ impl Hybrid {
     }
 
     /// Time from the beginning of the last step until the device's end had submitted its last chunk (in a trial: until
-    /// that was stored), next to [`HostStats::run_ns`](super::HostStats::run_ns): where the split is right, the two are close.
+    /// that was stored), next to [`HostStats::run_ns`](super::HostStats::run_ns): where the split is right, the two are
+    /// close.
     pub(super) fn device_ns(&self) -> u64 {
         lock(&self.measured).device_ns
     }
 
-    /// The fraction that stays: the one asked for, or the one that "auto" has settled on.
+    /// The fraction that stays: the requested one, or the one that "auto" has chosen.
     pub(super) fn settled_fraction(&self) -> Option<f64> {
         match self.share {
             HostShare::Fixed(fraction) => Some(fraction),
@@ -309,8 +310,8 @@ impl Hybrid {
         }
     }
 
-    /// Updates every tensor that has a gradient and returns when the last weights are on their way to the device. Without
-    /// a pipeline the host updates all of them.
+    /// Updates every tensor that has a gradient and returns when the last weights are on their way to the device.
+    /// Without a pipeline the host updates all of them.
     pub(super) fn run(
         &self,
         tables: &[TableStep<'_>],

@@ -1,4 +1,4 @@
-//! Pinned memory for the gradients that are copied to the host during backward, and which of them have been.
+//! Pinned memory for gradients that are copied to the host during backward, and which of them have landed.
 
 use forebay_device::{Region, Slab, SlabLayout, Stream};
 
@@ -20,7 +20,7 @@ pub(super) struct Landing {
 }
 
 impl Landing {
-    /// Bytes to pin for a table's gradients: none where they are pinned already, or where there are none.
+    /// Bytes to pin for a table's gradients; `None` if they are pinned already, or if there are no gradients.
     pub(super) fn bytes_to_pin(&self, table: usize, bytes: &[u64]) -> Result<Option<u64>> {
         let is_there = self.rooms.get(table).is_some_and(Option::is_some);
         if is_there || bytes.iter().sum::<u64>() == 0 {

@@ -1,11 +1,12 @@
 //! An optimizer: its state, where it lies, and one step for every placement.
 //!
-//! [`Optimizer`] owns everything that is true of an optimizer: tables of state, the ring, the host's threads, gradients
-//! that were copied to the host early, the budget of pinned memory, whether the state can be trusted, and what a save
-//! still needs. Which optimizer it is, is a [`Rule`]; nothing here knows more of it than its columns and scalars.
+//! [`Optimizer`] owns everything that belongs to an optimizer: tables of state, the ring, the host's threads, landed
+//! gradients, the budget of pinned memory, whether the state can be trusted, and the pages that a save still needs. A
+//! [`Rule`] says which optimizer it is; the code here uses only its columns and scalars.
 //!
-//! A step goes through these files: `scalars` finds the numbers of each group, `segments` checks and builds what the
-//! kernels work on, and `streamed` (the inner loop), `host_lane` or both at once under `hybrid` carry it out.
+//! A step goes through these files: `scalars` finds the numbers of each group, and `segments` checks and builds the
+//! operands of the kernels. Then `streamed` (the inner loop), `host_lane`, or both at once under `hybrid` run the
+//! updates.
 
 mod host_lane;
 mod hybrid;
@@ -177,7 +178,7 @@ impl Optimizer {
         Ok(inner)
     }
 
-    /// Bytes of the ring; 0 where nothing streams.
+    /// Bytes of the ring; 0 if nothing streams.
     pub fn ring_bytes(&self) -> u64 {
         let PlanOptions { slots, slot_bytes, .. } = self.options.plan;
         if self.options.placement.streams() { Pipeline::ring_bytes(slots, slot_bytes) } else { 0 }
@@ -212,7 +213,7 @@ impl Optimizer {
         Ok(())
     }
 
-    /// The stream to compute on: the caller's, or one of our own where torch has none.
+    /// The stream to compute on: the caller's, or the engine's own if torch has none.
     fn compute(&self, inner: &mut OptimizerInner, given: Option<&Stream>) -> Result<Stream> {
         match given {
             Some(stream) => Ok(stream.clone()),
@@ -266,7 +267,7 @@ impl Optimizer {
         Ok(self.open()?.table(table)?.columns(tensor).iter().map(|column| column.name).collect())
     }
 
-    /// A tensor's column in pinned memory; nothing where it is not kept there. Wait with [`Self::settle`] to read it.
+    /// A tensor's column in pinned memory; `None` if it is not kept there. Wait with [`Self::settle`] to read it.
     pub fn column(&self, table: usize, tensor: usize, name: &str) -> Result<Option<Region>> {
         self.open()?.table(table)?.column(tensor, name)
     }
@@ -436,7 +437,7 @@ impl Optimizer {
         self.lock().distrusted = Some(reason.to_owned());
     }
 
-    /// Allows steps again: all of the state was loaded anew.
+    /// Allows steps again: all of the state was loaded.
     pub fn trust(&self) {
         self.lock().distrusted = None;
     }
@@ -453,13 +454,13 @@ impl Optimizer {
         self.lock().pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain())
     }
 
-    /// Returns when the host may write into the state, as far as a save is concerned.
+    /// Returns when no save needs the present state any longer, so that the host may write into it.
     pub fn protect_all(&self) -> Result<()> {
         self.lock().tables.iter().try_for_each(StateTable::protect_all)
     }
 
-    /// Begins one snapshot of all state that these have in pinned memory. Copies of it take so many bytes at most. Each
-    /// optimizer may be named once.
+    /// Begins one snapshot of all state that these have in pinned memory. Copies of it take at most this many bytes.
+    /// Each optimizer may be named once.
     pub fn snapshot(optimizers: &[&Self], budget_bytes: u64) -> Result<Arc<Snapshot>> {
         Self::snapshot_in_pages(optimizers, PAGE_BYTES, budget_bytes)
     }
@@ -486,7 +487,7 @@ impl Optimizer {
         Ok(snapshot)
     }
 
-    /// Pins memory for the gradients of a table's tensors, so many bytes for each, where there is none yet.
+    /// Pins memory for the gradients of a table's tensors, with the given bytes for each, if there is none yet.
     pub fn open_landing(&self, table: usize, bytes: &[u64]) -> Result<()> {
         let mut inner = self.open()?;
         let Some(wanted) = inner.landing.bytes_to_pin(table, bytes)? else { return Ok(()) };
@@ -558,7 +559,7 @@ impl Optimizer {
         self.lock().pinned_bytes()
     }
 
-    /// Keeps the spans of the next steps' stages, at most so many for each; see [`Pipeline::set_trace`].
+    /// Keeps the spans of the next steps' stages, at most this many for each; see [`Pipeline::set_trace`].
     pub fn set_trace(&self, spans: usize) {
         if let Some(pipeline) = &self.lock().pipeline {
             pipeline.set_trace(spans);

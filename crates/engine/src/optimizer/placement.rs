@@ -1,4 +1,4 @@
-//! Where state lies and who updates it.
+//! Where state lies and what updates it.
 
 use super::hybrid::HostShare;
 use crate::error::{Error, Result};
@@ -17,7 +17,7 @@ pub enum Placement {
 }
 
 impl Placement {
-    /// The placement of a name. `host_share` is for `hybrid` alone; none lets the first steps find it.
+    /// The placement of a name. `host_share` is for `hybrid` only; with `None` the first steps measure it.
     pub fn named(name: &str, host_share: Option<f64>) -> Result<Self> {
         match (name, host_share) {
             ("resident", _) => Ok(Self::Resident),
@@ -42,7 +42,7 @@ impl Placement {
         }
     }
 
-    /// The share that the host updates, where it has any.
+    /// The share that the host updates, if it updates any.
     pub fn host_share(self) -> Option<HostShare> {
         match self {
             Self::Resident | Self::Stream | Self::Hybrid(HostShare::Fixed(0.0)) => None,

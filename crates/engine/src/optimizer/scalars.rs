@@ -44,7 +44,7 @@ impl<'a> ScalarSets<'a> {
         Ok(Self { rule, groups, last: None, index: HashMap::new(), scalars: Vec::new() })
     }
 
-    /// The set of a parameter of so many elements at its next update; advances its counter if the rule counts it.
+    /// The set of a parameter of this many elements at its next update; advances its counter if the rule counts it.
     pub(super) fn advance(&mut self, powers: &mut Powers, group: u32, steps: &mut f32, elements: u64) -> Result<u32> {
         let Some(hypers) = self.groups.get(group as usize) else {
             return Err(Error::InvalidOption {
@@ -75,7 +75,7 @@ impl<'a> ScalarSets<'a> {
     }
 }
 
-/// Exponents computed at a time. The host waits for the device once for each base and so many steps.
+/// Exponents computed at a time. The host waits for the device once for each base and this many steps.
 const BLOCK: u64 = 4096;
 
 /// Runs of powers that are kept. A schedule that moves a base asks for another one in every step, for ever.

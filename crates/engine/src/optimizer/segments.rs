@@ -1,4 +1,4 @@
-//! The memory of one update: what the caller gives for each tensor, and the one place where segments are built.
+//! The memory of one update: the caller's operands for each tensor, and the one function that builds segments.
 
 use forebay_device::update::MAX_COLUMNS;
 use forebay_device::{Dtype, Region, Scalars, Segment};

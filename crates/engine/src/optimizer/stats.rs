@@ -1,4 +1,4 @@
-//! The last step of an optimizer in numbers.
+//! Statistics of an optimizer's last step.
 
 use serde::Serialize;
 
@@ -31,7 +31,7 @@ pub struct HostReport {
     pub threads: u64,
     /// The share of the state, by bytes, that it updated.
     pub fraction: f64,
-    /// The share that stays: the one that was asked for, or the one that was found.
+    /// The share that stays: the requested one, or the one that "auto" has chosen.
     pub settled: Option<f64>,
     /// Time from the beginning of the step until the device's part had submitted its last chunk.
     pub device_ns: u64,

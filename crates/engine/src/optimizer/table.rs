@@ -144,7 +144,7 @@ impl StateTable {
         self.save.snapshot().map(|snapshot| snapshot.step())
     }
 
-    /// Returns when a step may write regions of this state, as far as a save is concerned.
+    /// Returns when no save needs these regions any longer, so that a step may write them.
     pub(super) fn protect(&self, regions: &[Region]) {
         let Some(snapshot) = self.save.snapshot() else { return };
         for region in regions {

@@ -24,8 +24,8 @@ const OPERAND_BYTES: u64 = 4;
 /// Parts of a slot that a parameter and a gradient on the host take, each with room for f32.
 pub const HOST_OPERANDS: u64 = 2;
 
-/// Arenas are kept below this where their tensors allow it: then the distance between the arenas of a bucket is one that
-/// a two-dimensional copy can take, and all kinds of a chunk travel as one copy.
+/// Arenas are smaller than this if their tensors allow it. Then the distance between the arenas of a bucket is within
+/// the limit of a two-dimensional copy, and all columns of a chunk travel as one copy.
 const ARENA_TARGET_BYTES: u64 = (1 << 31) - (1 << 16);
 
 /// A parameter as the plan sees it.
@@ -124,12 +124,12 @@ fn align_elements(columns: &[Column]) -> u64 {
     columns.iter().map(|column| u64::from(column.block)).fold(ALIGN_ELEMENTS, u64::max)
 }
 
-/// Bytes of state that so many elements have.
+/// Bytes of state of this many elements.
 pub fn state_bytes(columns: &[Column], elements: u64) -> u64 {
     columns.iter().map(|column| column.bytes(elements)).sum()
 }
 
-/// The most elements of which no column has more than so many bytes.
+/// The most elements for which every column has at most this many bytes.
 fn elements_within(columns: &[Column], bytes: u64) -> u64 {
     let widest = |column: &Column| bytes / column.dtype.bytes() * u64::from(column.block);
     columns.iter().map(widest).min().unwrap_or(bytes / OPERAND_BYTES)
@@ -141,8 +141,8 @@ impl Bucket {
         if self.on_host { HOST_OPERANDS } else { 0 }
     }
 
-    /// Where each column's part of a chunk of so many elements begins in a slot, then where each operand's does; last,
-    /// where all of it ends. Parts start aligned, also in the last, shorter chunk of a bucket.
+    /// Where each column's part of a chunk of this many elements begins in a slot, then where each operand's does;
+    /// last, where all of it ends. Parts start aligned, also in the last, shorter chunk of a bucket.
     pub fn part_offsets(&self, elements: u64) -> Vec<u64> {
         let elements = elements.next_multiple_of(align_elements(&self.columns));
         let columns = self.columns.iter().map(|column| column.bytes(elements));
@@ -158,7 +158,7 @@ impl Bucket {
         starts
     }
 
-    /// Bytes of a slot that a chunk of so many elements needs.
+    /// Bytes of a slot that a chunk of this many elements needs.
     fn slot_bytes(&self, elements: u64) -> u64 {
         self.part_offsets(elements).last().copied().unwrap_or(0)
     }
@@ -299,7 +299,7 @@ impl StepPlan {
         Ok(())
     }
 
-    /// What was asked for.
+    /// The options that the plan was made with.
     pub fn options(&self) -> PlanOptions {
         self.options
     }

@@ -1,8 +1,8 @@
 //! Where sleeping storages lie: ranges only, decided before anything is pinned or copied.
 //!
 //! Storages are numbers with a size. A storage keeps its ranges from one sleep to the next, so that the usual sleep
-//! decides nothing. What is asleep never moves and its ranges are never given away; when the room does not suffice, a
-//! new segment is added beside the old ones. Refuses to know memory: a segment is a number and a size.
+//! decides nothing. Sleeping storages never move and their ranges are never reused; if there is not enough room, a new
+//! segment is added beside the old ones. This file touches no memory: a segment is a number and a size.
 
 use std::collections::{BTreeMap, HashMap};
 

@@ -9,8 +9,8 @@
 //! one sleep or wake on a thread of its own, so that the caller can walk, empty and allocate storages meanwhile.
 //!
 //! # Refusals
-//! Nothing here empties or allocates storages: that is the caller's, who learns batch by batch what has arrived. Bytes
-//! that sleep are never overwritten: storing to where something sleeps is an error.
+//! Nothing here empties or allocates storages: the caller does, and learns batch by batch which storages have arrived.
+//! Sleeping bytes are never overwritten: a store into their place is an error.
 
 pub mod layout;
 pub mod moves;

@@ -1,4 +1,4 @@
-//! How a batch of storages crosses the wire: large ones by copies of their own, small ones packed side by side.
+//! How a batch of storages crosses the wire: large ones with their own copies, small ones packed together.
 //!
 //! Pure: ranges in, moves out. A move is one use of a copy engine and fits a staging slot or a large copy.
 

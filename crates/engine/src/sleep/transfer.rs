@@ -1,4 +1,4 @@
-//! One sleep or wake under way: a thread that keeps the copy engine busy with a few transfers and never with many.
+//! One running sleep or wake: a thread that keeps the copy engine busy with a few transfers at a time.
 //!
 //! The caller submits batches and waits for them by number; the thread issues their moves in order. Each move takes a
 //! slot of the ring before it is issued and gives it back with the mark that ends it, so no more moves than slots are

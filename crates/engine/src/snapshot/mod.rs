@@ -1,4 +1,4 @@
-//! A snapshot of host memory that goes on being used: a page is copied only where a step reaches it before the writer.
+//! A snapshot of host memory that stays in use: a page is copied only if a step reaches it before the writer.
 //!
 //! `pages.rs` has the protocol and `pace.rs` the rates. Here are the memory and the copies:
 //!

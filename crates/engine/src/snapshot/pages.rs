@@ -1,7 +1,7 @@
-//! Which pages of a snapshot are still needed as they were, and who may read or change them when.
+//! Which pages of a snapshot are still needed unchanged, and who may read or change them when.
 //!
 //! [Note: the pages' protocol]
-//! A snapshot is of memory that goes on being used. The memory is divided into pages. A page is in one of four states:
+//! The memory of a snapshot stays in use. It is divided into pages. A page is in one of four states:
 //!
 //! ```text
 //!            begin_read .. end_read, until nothing is left to write
@@ -278,7 +278,7 @@ impl PagesInner {
         self.steps > 0 && !self.is_awaited && !self.is_over
     }
 
-    /// What has to be done before a page may be changed; none while the caller has to wait. A page that is to be copied
+    /// What must be done before a page may be changed; `None` while the caller must wait. A page that must be copied
     /// has its block from here on.
     fn duty(&mut self, number: usize) -> Option<Duty> {
         if self.is_over {

@@ -1,4 +1,4 @@
-//! What happened when: timed intervals of the stages, in the device's own time.
+//! Timed intervals of the stages, in the device's own time.
 
 use serde::Serialize;
 
@@ -44,7 +44,7 @@ pub struct Trace {
 }
 
 impl Trace {
-    /// A trace with room for so many spans; with room for none it costs nothing.
+    /// A trace with room for this many spans; with room for none it costs nothing.
     pub fn with_capacity(spans: usize) -> Self {
         Self { spans: Vec::with_capacity(spans), dropped: 0 }
     }

@@ -1,10 +1,10 @@
 """Activations under a budget: the first passes measure, the engine plans, later passes follow the plan.
 
-A *pass* is a forward pass and its backward pass. The first two passes of a workload are frugal: every layer is
-recomputed and its inputs offloaded, except for the first layer of each kind, which is watched operation by operation
-and offloaded whole. From what they show, the engine computes costs and a plan (``forebay._core.PassCost.plan``). The
-passes after that are compared with the plan; if its peak or its time was off, the next plan is corrected by as much; if
-calls saved more than when they were measured, they are measured again.
+A *pass* is a forward pass and its backward pass. The first two passes of a workload take little memory: every layer is
+recomputed and its inputs are offloaded. Only the first layer of each kind is watched operation by operation, and
+everything that it saves is offloaded. From these measurements the engine computes costs and a plan
+(``forebay._core.PassCost.plan``). The next passes are compared with the plan. If its peak or its time was wrong, the
+next plan is corrected by the difference. If calls saved more than when they were measured, they are measured again.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ if TYPE_CHECKING:
 MEASURING = 2
 """Passes of a workload that measure before the first plan: one finds what may be recomputed, one takes times."""
 PATIENCE = 20
-"""Passes of a workload that may begin without a backward pass and without a plan before there is a warning."""
+"""After this many passes without a plan and without a backward pass, there is a warning."""
 ROUNDS = 5
 """Plans of a workload that are checked and corrected before one is final."""
 
 
 class ThreadState(threading.local):
-    """Where a thread is."""
+    """The pass and the layers in which a thread is."""
 
     def __init__(self) -> None:
         self.now: Pass | None = None
         # The beginning of the pass whose first call comes next.
         self.fresh: Point | None = None
         self.in_model = False
-        # Numbers of the layers that it is inside of.
+        # Numbers of the layers whose calls are running.
         self.inside: list[int] = []
 
 
@@ -72,7 +72,7 @@ class Shown(NamedTuple):
 
 
 class Budget:
-    """Watches passes, has them planned, and tells what happens to each call of a layer."""
+    """Watches passes, makes plans, and decides what happens to each call of a layer."""
 
     def __init__(
         self,
@@ -101,11 +101,11 @@ class Budget:
         self.warned: set[str] = set()
         self.meter: Meter = meter_of(CPU)
         self.clock = Clock(CPU)
-        # For tests: changes what happens to the calls of a pass, whatever the plan says.
+        # For tests: replaces what the plan decided for the calls of a pass.
         self.forced: Callable[[list[Way]], list[Way]] | None = None
 
     def adopt(self, layers: list[PlannedLayer]) -> None:
-        """Take the layers; until a pass shows otherwise each is called once."""
+        """Set the layers. Until a pass shows otherwise, each is assumed to be called once."""
         self.layers = layers
         self._order([Place(layer.number, 0) for layer in layers])
 
@@ -114,21 +114,21 @@ class Budget:
         self.workloads = {}
 
     def forget(self) -> None:
-        """Drop the layers; what is known and shown stays."""
+        """Drop the layers. The last plan and its figures can still be shown."""
         self.layers, self.modules, self.workloads, self.ended, self.flying = [], [], {}, [], []
         self.last, self.local = None, ThreadState()
 
     # What happens in a pass.
 
     def model_begins(self) -> None:
-        """Note that the model was called: a pass begins with the next layer, and no other before the model returns."""
+        """Record that the model was called: the next layer begins a pass, the only one before the model returns."""
         # A call without gradients inside of one with them changes nothing for that one.
         if torch.is_grad_enabled() and self.layers:
             self._take_device(self.layers[0].device)
             self.local.in_model, self.local.fresh = True, self._beginning()
 
     def model_ends(self) -> None:
-        """Note that the model has returned."""
+        """Record that the model has returned."""
         if torch.is_grad_enabled():
             self.local.in_model, self.local.fresh = False, None
 
@@ -222,16 +222,16 @@ class Budget:
         if lost >= PATIENCE and not workload.warned:
             workload.warned = True
             self.warn_once(
-                f"{lost + workload.passes} forward passes over {shape} have ended and {workload.passes} were followed "
-                "by a backward pass, so forebay has no plan for them yet: all layers are recomputed or offloaded; "
-                "call backward, or evaluate under torch.no_grad()"
+                f"{lost + workload.passes} forward passes of shape {shape} have ended, and only {workload.passes} had "
+                "a backward pass, so there is no plan yet: all layers are recomputed or offloaded; call backward, or "
+                "evaluate under torch.no_grad()"
             )
 
     def _limit(self, now: int) -> int:
         if self.limit is not None:
             return self.limit
         whole = total_memory(self.clock.device)
-        # In steps: what is allocated as passes begin is never quite the same.
+        # Rounded down: the memory in use when passes begin is never exactly the same.
         grain = max(1, whole // 256)
         return max(0, int((self.share or 0.0) * whole) - now) // grain * grain
 
@@ -258,7 +258,7 @@ class Budget:
         return probe
 
     def vet(self, state: Pass, number: int, probe: Probe | None) -> None:
-        """Note whether calls like this one may run twice."""
+        """Record whether calls of this kind may run twice."""
         kind = state.workload.kinds[number]
         if kind.first != number:
             return
@@ -266,8 +266,8 @@ class Budget:
         if probe is not None and probe.reason is not None and kind.reason is None:
             kind.reason = probe.reason
             self.warn_once(
-                f"forebay does not recompute layer {number} and those like it, a {kind.name}: "
-                f"{probe.reason}; they are kept or offloaded"
+                f"layer {number} ({kind.name}) and layers of the same kind are not recomputed: {probe.reason}; they "
+                "are kept or offloaded"
             )
 
     def warn_once(self, text: str) -> None:
@@ -277,7 +277,7 @@ class Budget:
             warnings.warn(text, stacklevel=2)
 
     def _read_peak(self) -> tuple[int, int]:
-        """Return bytes now, and the peak since the last call of this; it belongs to all passes in flight."""
+        """Return the bytes in use now and the peak since the last call. The peak counts for all passes in flight."""
         now, peak = self.meter.read()
         self.meter.reset()
         for ref in self.flying:
@@ -292,7 +292,7 @@ class Budget:
         state.points.append(Point(event, call, self.clock.mark(), now, peak, held, time.perf_counter_ns()))
 
     def note_use(self, state: Pass, call: int, engine: Engine) -> None:
-        """Note that a saved tensor of a call is used."""
+        """Record that a saved tensor of a call is used."""
         if state.running and call in state.probes:
             # A checkpoint would recompute it now and hold it until the backward pass.
             state.probes[call].refuse("it takes gradients in its forward pass")
@@ -352,7 +352,7 @@ class Budget:
             workload.keys = [kind.keys for kind in workload.kinds_of(len(self.places))]
 
     def _check_unwatched(self, state: Pass) -> None:
-        """Read the time of a pass that was not watched, and its peak where that is a new one."""
+        """Read the time of a pass that was not watched, and its peak if it is a new one."""
         workload, run, begin, end = state.workload, state.run, state.points[0], state.points[-1]
         if run is None or run.measured is None:
             return
@@ -368,14 +368,14 @@ class Budget:
         if workload.is_least(run, peak):
             self._warn_over(workload, peak, limit)
         else:
-            # It is not known in which layer it was: the next passes are watched.
+            # The layer with the peak is not known, so the next passes are watched.
             workload.done, run.seen = False, 0
 
     def _warn_over(self, workload: Workload, peak: int, limit: int) -> None:
-        several = ", with passes that begin before others have ended" if workload.overlaps else ""
+        several = " together with passes that overlap it" if workload.overlaps else ""
         self.warn_once(
             f"a pass takes {peak} bytes{several}, more than the budget of {limit}, and no plan takes less; "
-            "give it a larger budget"
+            "use a larger budget"
         )
 
     def _check(self, state: Pass) -> None:
@@ -405,7 +405,7 @@ class Budget:
         workload.done = stays or workload.rounds >= ROUNDS
 
     def _link(self) -> Link:
-        """Return the rates of the last copies; a direction without copies yet is taken to be like the other."""
+        """Return the rates of the last copies. A direction without copies yet gets the rate of the other."""
         stats = self.saver.stats()
         store, fetch = stats["store_gbps"], stats["fetch_gbps"]
         return Link(store_gbps=store or fetch or 1.0, fetch_gbps=fetch or store or 1.0)
@@ -427,7 +427,7 @@ class Budget:
         return [self.layers[place.layer] for place in self.places] if self.layers else []
 
     def figures(self) -> Shown | None:
-        """Return the plan in force with what was measured under it; None before there is one."""
+        """Return the plan in force with its measurements; None before the first plan."""
         self._finish_ended()
         state = self.shown
         if state is None or state.run is None:
@@ -435,11 +435,11 @@ class Budget:
         return Shown(state.run, self._notes(state.workload))
 
     def _notes(self, workload: Workload) -> list[str]:
-        """Return what the plan itself does not tell."""
+        """Return notes that are not part of the plan itself."""
         kinds = {id(kind): kind for kind in workload.kinds.values() if kind.reason is not None}.values()
-        notes = [f"layer {kind.first} and those like it are never recomputed: {kind.reason}" for kind in kinds]
+        notes = [f"layer {kind.first} and layers of the same kind are not recomputed: {kind.reason}" for kind in kinds]
         if workload.overlaps:
-            notes.append("passes begin before others have ended: the budget is for what each finds as it begins")
+            notes.append("passes overlap: the budget counts from the memory in use when each pass begins")
         return notes
 
 

@@ -34,7 +34,7 @@ def _is_managed(module: torch.nn.Module) -> bool:
 
 
 class _PlannedCall:
-    """One call of a layer: what it saves is kept or offloaded as the plan says."""
+    """One call of a layer: its saved tensors are kept or offloaded as the plan says."""
 
     def __init__(self, layer: PlannedLayer, state: Pass, number: int, way: Way) -> None:
         self.layer, self.state, self.number, self.way = layer, state, number, way
@@ -47,7 +47,7 @@ class _PlannedCall:
 
     @untraced
     def pack(self, tensor: torch.Tensor) -> SavedTensor | UnmanagedTensor:
-        """Take a tensor that autograd saves: all that the layer saves, or the inputs of one that is recomputed."""
+        """Take a tensor that autograd saves: any tensor of the layer, or an input of a recomputed layer."""
         saver, way = self.layer.saver, self.way
         storage = tensor.untyped_storage()._cdata if type(tensor) is torch.Tensor else None
         if self.probe is not None and storage is not None:
@@ -63,7 +63,7 @@ class _PlannedCall:
             self.seen[storage] = leaves
             saved = self.put(tensor, leaves)
             if self.state.watched:
-                # Masks and positions are inputs of all layers, and counted once.
+                # Masks and positions are inputs of all layers, and are counted once.
                 counts = self.state.packed if saved.first or not way.recompute else self.state.shared
                 counts[self.number] = counts.get(self.number, 0) + size
             return saved
@@ -89,17 +89,17 @@ class _PlannedCall:
         except RuntimeError as error:
             if self.way.recompute:
                 error.add_note(
-                    f"it is an input of layer {self.layer.number}, which is recomputed from it; if inputs of layers "
-                    "are changed in place, give budget_bytes together with recompute=False"
+                    f"the tensor is an input of layer {self.layer.number}, which is recomputed from it; if inputs of "
+                    "layers are changed in place, use budget_bytes together with recompute=False"
                 )
             raise
 
 
 class PlannedLayer(Layer):
-    """Stands before the call of one layer and follows its plan."""
+    """Wraps the calls of one layer and follows its plan."""
 
     advice = (
-        "the plan cannot be followed; drop that checkpoint, which of transformers is gradient_checkpointing_disable()"
+        "the plan cannot be followed; remove that checkpoint, with transformers by gradient_checkpointing_disable()"
     )
 
     def __init__(self, saver: Saver, number: int, module: torch.nn.Module, budget: Budget) -> None:
@@ -113,13 +113,13 @@ class PlannedLayer(Layer):
         return _is_managed(self.module)
 
     def stay_installed(self) -> bool:
-        """Take the place of the module's call again if it was compiled since; return whether it was."""
+        """Replace the module's call again if the module was compiled since; return whether it was."""
         compiled = super().stay_installed()
         self.is_compiled = self.is_compiled or compiled
         return compiled
 
     def is_entered(self) -> bool:
-        """Whether this thread is inside a call of it already."""
+        """Whether this thread is already inside a call of this layer."""
         return self.number in self.budget.local.inside
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -144,7 +144,7 @@ class PlannedLayer(Layer):
 
     @contextlib.contextmanager
     def inside(self, run: _PlannedCall) -> Iterator[None]:
-        """Save by the plan what is saved inside, and take samples of a watched pass."""
+        """Save the tensors of the call as the plan says, and take samples of a watched pass."""
         budget, engine, state, number = self.budget, run.engine, run.state, run.number
         self.fixed = None
         inside = budget.local.inside

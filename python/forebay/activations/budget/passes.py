@@ -1,7 +1,7 @@
-"""One pass: the calls that it consists of, what happens to each, and the samples that were taken of it.
+"""One pass: its calls, what happens to each call, and the samples of the pass.
 
-A layer may be called more than once in a pass. What is saved, planned and shown is per call, not per layer: each call
-has a number, its place in the order of the forward pass. In a model that calls every layer once these are the layers'.
+A layer may be called more than once in a pass. Saves, plans and statistics are per call, not per layer. Each call has a
+number, its place in the order of the forward pass. If every layer is called once, these are the numbers of the layers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 STEP = 1.25
 """Shapes are alike if no dimension differs by more than about this factor."""
 RECOMPUTE_SHARE = 0.8
-"""The part of a forward pass that is taken to be recomputed where it was not measured."""
+"""The share of a forward pass that is assumed to be recomputed if it was not measured."""
 
 
 class Place(NamedTuple):
@@ -43,44 +43,44 @@ class Way:
 
     recompute: bool
     free_at: int
-    """What is offloaded is freed before the call with this number."""
+    """Offloaded tensors are freed before the call with this number."""
     fetch_at: int
-    """What is offloaded is fetched from this call's backward pass on."""
+    """Offloaded tensors are fetched from this call's backward pass on."""
     input_leaves: bool = True
     """Whether the inputs of a recomputed call are offloaded."""
     wanted: dict[Key, bool] = dataclasses.field(default_factory=dict)
     """Results that a recomputed call saves, and whether they are offloaded."""
     offload_bytes: float = 0.0
-    """How much is offloaded of what a call saves that is not recomputed."""
+    """The most bytes that a call which is not recomputed offloads."""
 
 
 @dataclasses.dataclass
 class Kind:
-    """Calls of layers of one build with arguments alike: what the first of them showed."""
+    """Calls of layers with the same structure and similar arguments: the measurements of the first of them."""
 
     first: int
     name: str
     family: Any = None
-    """The same for kinds that differ only in which of their inputs need gradients: they take the same time."""
+    """Equal for kinds that differ only in which inputs need gradients: such kinds take the same time."""
     reason: str | None = None
-    """Why it must not run twice."""
+    """Why calls of this kind cannot be recomputed; None if they can."""
     vetted: bool = False
     """Whether the first call was watched to its end."""
     unchanged: set[Key] | None = None
-    """Operations whose results nothing changes behind torch's back; None before that was measured."""
+    """Operations whose results only torch changes; None before that was measured."""
     keys: list[Key] = dataclasses.field(default_factory=list)
-    """Operations whose results can be saved, and what they cost."""
+    """Operations whose results can be saved; ``tensors`` has their costs."""
     tensors: list[TensorCost] = dataclasses.field(default_factory=list)
     recompute_share: float = RECOMPUTE_SHARE
-    """The part of the forward pass that is recomputed: nothing after the last saved tensor."""
+    """The share of the forward pass that is recomputed: everything up to the last saved tensor."""
     saved_bytes: int = 0
     input_bytes: int = 0
     shared_bytes: int = 0
-    """Inputs that other calls have, too; the first call that is recomputed packs them."""
+    """Bytes of inputs that other calls have too; the first recomputed call packs them."""
     operations: int = 0
 
     def learn(self, probe: Probe, min_bytes: int) -> None:
-        """Take what a probe of the first call found."""
+        """Store the results of a probe of the first call."""
         if self.unchanged is None:
             self.unchanged = probe.unchanged()
         figures = probe.figures(min_bytes)
@@ -93,7 +93,7 @@ class Kind:
 
 
 class Point(NamedTuple):
-    """A moment of a pass, with what was allocated."""
+    """A moment of a pass, with the allocated memory."""
 
     event: str
     """One of the events of ``PassSample``."""
@@ -141,7 +141,7 @@ class Pass:
         self.finished = False
 
     def measured(self, clock: Clock, *, may_recompute: bool = True) -> MeasuredPass:
-        """Return the samples of the pass, with what is known of its calls."""
+        """Return the samples of the pass, with the kinds of its calls."""
         begin = self.points[0].mark
         samples = [
             PassSample(
@@ -188,12 +188,12 @@ def _flags(module: torch.nn.Module) -> tuple[Any, ...]:
 
 
 def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return all tensors among the arguments of a call, however deep."""
+    """Return all tensors among the arguments of a call, at any depth."""
     return [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
 
 
 def build_of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return what calls of one family have in common: the layer's structure, and the types of the arguments."""
+    """Return a key that is equal for calls of one family: the layer's structure and the types of the arguments."""
     return (
         tuple((name, type(inner), _flags(inner)) for name, inner in module.named_modules()),
         tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters()),
@@ -203,7 +203,7 @@ def build_of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def state_of(modules: Iterable[torch.nn.Module]) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-    """Return the modes of modules and which parameters are trained: both may change, and change what is saved."""
+    """Return the modes of modules and which parameters are trained. If they change, layers save other tensors."""
     modes, trained = [], []
     for module in modules:
         modes.append(module.training)
@@ -219,10 +219,10 @@ def shape_of(tensors: list[torch.Tensor]) -> tuple[int, ...]:
 
 
 def alike(tensors: list[torch.Tensor], device: torch.device) -> tuple[Any, ...]:
-    """Return what passes of one workload have in common, from the tensors of the first call."""
+    """Return a key that is equal for passes of one workload, from the tensors of the first call."""
     shape = shape_of(tensors)
     kind = device.type
     cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     sizes = (round(math.log(max(1, n), STEP)) for n in shape[:-1] or (1,))
-    # Their number does not matter: some models pass a list, of another length each time.
+    # The number of tensors does not count: some models pass a list whose length changes.
     return cast, frozenset((one.dtype, one.dim(), one.requires_grad) for one in tensors), len(shape), *sizes

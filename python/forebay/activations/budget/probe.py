@@ -1,6 +1,6 @@
 """The probe: watches the operations of one call of a layer while the first passes measure.
 
-It finds what each operation costs, whose results could be saved, and whether the layer may run again at all.
+It measures the cost of each operation, and finds which results can be saved and whether the layer can be recomputed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ProbeFigures(NamedTuple):
 
     results: list[Result]
     recompute_share: float | None
-    """The part of the layer's time up to its last saved tensor; None where there was no time."""
+    """The share of the layer's time up to its last saved tensor; None if no time was measured."""
     operations: int
 
 
@@ -75,8 +75,8 @@ class Probe(TorchDispatchMode):
     managed
         Whether FSDP2 writes to the layer's parameters as it runs.
     fingerprints
-        Whether to look for results that are changed behind torch's back, by kernels that it does not know. That takes
-        time, so it is for passes whose times do not count.
+        Whether to detect results that are changed by kernels that torch does not know. This takes time, so it is used
+        only in passes whose times are not used.
     """
 
     @classmethod
@@ -87,7 +87,7 @@ class Probe(TorchDispatchMode):
     def __init__(self, clock: Clock, module: torch.nn.Module, *, managed: bool, fingerprints: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.clock, self.module, self.managed = clock, module, managed
-        # Of results as they are made; and whether they differ at the layer's end, on the device.
+        # Fingerprints of new results; and whether the results differ at the layer's end, as tensors on the device.
         self.fingerprints: dict[Key, list[Fingerprint]] | None = {} if fingerprints else None
         self.changed: dict[Key, list[torch.Tensor]] = {}
         self.ops: list[Op] = []
@@ -111,9 +111,9 @@ class Probe(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         for key, fingerprints in (self.fingerprints or {}).items():
             self.changed[key] = [one.differs() for one in fingerprints]
-        # They hold the results' memory.
+        # Fingerprints hold the results' memory.
         self.fingerprints = None
-        # A state is None if NumPy was imported inside.
+        # A state is None if NumPy was imported during the call.
         if any(a != b for a, b in zip(self._random(), self.random, strict=True) if a is not None is not b):
             self.refuse("it draws from Python's or NumPy's random numbers")
         if any(buffer._version != version for buffer, version in self.buffers):
@@ -125,11 +125,11 @@ class Probe(TorchDispatchMode):
         return random.getstate(), None if state is None else (state[1].tobytes(), state[2])
 
     def refuse(self, reason: str) -> None:
-        """Note why the layer must not run again."""
+        """Record why the layer cannot be recomputed."""
         self.reason = self.reason or reason
 
     def save(self, storage: int) -> None:
-        """Note that autograd saves a tensor of a storage."""
+        """Record that autograd saves a tensor of a storage."""
         self.saved.add(storage)
         self.last_save = len(self.ops)
 
@@ -157,7 +157,7 @@ class Probe(TorchDispatchMode):
         here = all(one.device.type == self.clock.device.type for one in outputs)
         # Code without gradients may run differently when recomputed: FSDP2 gathers parameters only once.
         fits = here and 0 < len(outputs) == len(tensors) and makes_new(func) and torch.is_grad_enabled()
-        # Memory made without an input is made to be written to, and autocast caches some casts.
+        # Operations without an input make memory for later writes, and autocast caches some casts.
         fits = fits and bool(key.kinds) and not is_scratch(func) and func is not torch.ops.aten._to_copy.default
         if seeded and random_state(self.clock.device) != before:
             # Reusing the result would skip this draw, and later draws would get other numbers.
@@ -166,7 +166,7 @@ class Probe(TorchDispatchMode):
             for one in outputs:
                 storage = one.untyped_storage()
                 if storage._cdata in self.created:
-                    fits = False  # a view, whatever its schema says
+                    fits = False  # a view, even if its schema says otherwise
                 elif makes_new(func):
                     self.created[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             self.ops.append(Op(key, begin, end, fits, outputs))

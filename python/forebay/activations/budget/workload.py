@@ -1,7 +1,7 @@
-"""One workload: what is known about passes of one shape, their plans, and what was observed of each plan.
+"""One workload: the measurements of passes of one shape, and their plans.
 
-Plans are frozen and come from the engine. What happens to a plan, how many passes followed it and what they measured,
-is kept beside it in a :class:`PlanRun`.
+Plans are frozen and come from the engine. A :class:`PlanRun` has a plan and what changes: how many passes followed the
+plan, and what they measured.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from forebay.activations.recompute.replay import Key
 
 FIRST_SHARE, SHARE = 0.98, 0.995
-"""The part of the budget that the first plan of a workload may use, before any was checked; and that later ones may."""
+"""The share of the budget that plans may use: before the first plan of a workload was checked, and after."""
 LINK_CHANGE = 0.15
-"""If a rate of the link differs from the plan's by more than this share of it, there is another plan."""
+"""If a rate of the link differs from the plan's rate by more than this share, a new plan is made."""
 GROWTH = 16
-"""A call that saves more than it did by one part in so many is measured again."""
+"""A call that saves more than before by more than one part in this many is measured again."""
 
 
 class Link(NamedTuple):
@@ -174,7 +174,7 @@ class Workload:
         return False
 
     def is_least(self, run: PlanRun, peak_bytes: int) -> bool:
-        """Whether no plan has a lower peak than one that was measured; earlier excess is allowed for already."""
+        """Whether no plan has a lower peak than the measured one. The plan already includes the excess seen before."""
         planned = run.planned
         excess = peak_bytes - planned.model.peak_bytes
         corrected = planned.settled and self.excess_bytes is not None and excess <= self.excess_bytes
@@ -195,7 +195,7 @@ class Workload:
         return settled
 
     def plan(self, tokens: int, limit_bytes: int, link: Link) -> PlanRun:
-        """Return the plan for so many tokens; sizes between those that were measured are rounded up."""
+        """Return the plan for this many tokens. Numbers of tokens are rounded up, so that few plans are made."""
         grain = max(1, self.tokens // 32)
         steps = -(-(tokens - self.tokens) // grain)
         rounded = self.tokens + steps * grain
@@ -224,12 +224,12 @@ class Workload:
 def _last_resort(
     make: Callable[[int | None], ActivationPlan], limit_bytes: int, excess: int, *, settled: bool
 ) -> tuple[ActivationPlan, bool]:
-    """Return a plan where none leaves a little of the budget, and whether it is the one with the lowest peak."""
-    # The reserve may be just what is missing; and an unchecked prediction may be off by as much.
+    """Return a plan if none fits with the reserve, and whether it is the plan with the lowest peak."""
+    # A plan may fit without the reserve, and an unchecked prediction may be wrong by as much as the reserve.
     for budget in (limit_bytes - excess,) if settled else (limit_bytes, limit_bytes * (2 - FIRST_SHARE)):
         with contextlib.suppress(OptionError):
             return make(max(0, int(budget))), False
-    # Raises if nothing fits. If something does, passes took more than predicted, and the lowest peak is due.
+    # Raises if nothing fits. If something does, passes took more than predicted: use the plan with the lowest peak.
     plan, least = make(limit_bytes), make(None)
     return (least if least.peak_bytes <= limit_bytes else plan), True
 

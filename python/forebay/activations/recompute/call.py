@@ -1,9 +1,11 @@
 """One call of a layer that runs twice: again in the backward pass, with the same arguments and settings.
 
-It is torch's checkpoint with additions. Tensors are saved wherever they are among the arguments, so that a change in
-place is noticed and hooks see all of them; any name of an argument works; the second run gets the arguments, caches
-included, as they were before the first; and the layer has the settings that it had, see
-:mod:`forebay.activations.recompute.settings`.
+It is torch's checkpoint with additions:
+
+- Tensors anywhere among the arguments are saved, so that a change in place is detected and hooks see all of them.
+- Arguments may have any name.
+- The second run gets the arguments, caches included, as they were before the first run.
+- The layer has the settings of the first run, see :mod:`forebay.activations.recompute.settings`.
 """
 
 from __future__ import annotations
@@ -73,14 +75,14 @@ class RecomputedCall:
     """A call of a layer, to run once in the forward pass and again, with the same settings, from saved tensors."""
 
     def __init__(self, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Not the layer itself, which refers to the engine: a graph that waits for its backward pass must not hold that.
+        # Not the layer itself, which refers to the engine: a graph that waits for backward must not hold the engine.
         self.module, self.inner, self.name = layer.module, layer.inner, f"layer {layer.number}"
         self.given: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
         self.arguments = Arguments((args, kwargs), layer.cache_index)
         self.settings: LayerSettings | None = None
 
     def run(self, device: torch.device, **options: Any) -> Any:
-        """Run it, to be recomputed."""
+        """Run the call under a checkpoint, so that it is recomputed in the backward pass."""
         tensors, self.arguments.tensors = self.arguments.tensors, []
         if not any(tensor.device == device for tensor in tensors):
             # torch restores random numbers and autocast for the devices of the tensors.

@@ -1,7 +1,8 @@
 """The cache of keys and values that models of transformers pass from layer to layer.
 
-A layer adds to it as it runs, so its call cannot be repeated with the same cache. If the layer's own part was empty, as
-in training, the repeated call gets a cache in which it is empty again; if not, the call is not recomputed.
+A layer adds to the cache when it runs, so its call cannot be repeated with the same cache. If the layer's own part was
+empty, as in training, the repeated call gets a cache in which that part is empty again. If not, the call is not
+recomputed.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ def index_of(module: torch.nn.Module) -> int | None:
 
 
 class _OtherLayer:
-    """Stands in for another layer's part of the cache, which is not held for recomputation."""
+    """Replaces another layer's part of the cache, which is not kept for recomputation."""
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(
-            "a layer that is recomputed looked at another layer's keys and values in the model's cache; "
+            "a recomputed layer read another layer's keys and values from the model's cache; "
             "pass use_cache=False in training"
         )
 
@@ -56,7 +57,7 @@ class CacheBefore:
 
 
 def before(cache: Any, index: int | None) -> CacheBefore | None:
-    """Return a cache as it is before a call; None where the call cannot be repeated with the same cache."""
+    """Return a cache as it is before a call; None if the call cannot be repeated with the same cache."""
     parts = getattr(cache, "layers", None)
     if type(cache).__name__ != "DynamicCache" or index is None or not isinstance(parts, list):
         return None

@@ -1,9 +1,9 @@
 """Replay: a recomputed layer reuses the saved results of a few operations.
 
-A checkpoint of torch's recomputes everything that a layer saves. Here two dispatch modes run inside of it: the first
-saves the results of chosen operations in the forward pass, the second returns them when the same operations run again.
-An operation whose result does not fit (another shape, changed in place meanwhile, a second backward pass) is computed
-again, as without replay.
+Torch's checkpoint recomputes everything that a layer saves. Here two dispatch modes run inside the checkpoint. One
+saves the results of chosen operations in the forward pass. The other returns them when the same operations run again.
+An operation whose saved result cannot be used (another shape, changed in place, a second backward pass) is computed
+again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _VIEWS: dict[Any, bool] = {}
 class Key(NamedTuple):
     """An operation inside a layer: its function, the types of its tensors, and how many like it came before.
 
-    Sizes are no part of it, so that plans serve other sizes, too.
+    The key has no sizes, so that plans can be used for other sizes too.
     """
 
     func: Any
@@ -42,7 +42,7 @@ class Key(NamedTuple):
 
 
 def next_key(counts: dict[tuple[Any, ...], int], func: Any, args: tuple[Any, ...]) -> Key:
-    """Return an operation's key; the probe and both modes count in this one way."""
+    """Return an operation's key. The probe and both modes use this function, so that they count in the same way."""
     kinds: list[Any] = []
     for arg in args:
         for one in arg if isinstance(arg, (list, tuple)) else (arg,):
@@ -77,7 +77,7 @@ def is_seeded(func: Any) -> bool:
 
 
 def below_autograd() -> Any:
-    """Return a guard under which ``detach`` shares the version counter also inside a dispatch mode."""
+    """Return a guard under which ``detach`` shares the version counter even inside a dispatch mode."""
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
 
 
@@ -157,8 +157,8 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.results = results
         self.counts: dict[tuple[Any, ...], int] = {}
-        # A hash of every operation so far and its arguments. Where it differs, the result is that of another
-        # computation and not reused: a cache may be filled in the forward pass and be full afterwards.
+        # A hash of all operations so far and their arguments. If it differs, the saved result is of another computation
+        # and is not reused: for example, a cache that the forward pass fills is full afterwards.
         self.trail = 0
 
     def __enter__(self) -> Any:
@@ -166,9 +166,9 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def key(self, func: Any, args: Any, kwargs: Any) -> Key | None:
-        """Note an operation; return its key if results of its kind are wanted."""
+        """Record an operation; return its key if results of this operation are wanted."""
         if is_view(func):
-            # Views compute nothing, and recomputation has some of its own.
+            # Views compute nothing, and recomputation makes additional ones.
             return None
         self.trail = hash((self.trail, func, _described(args, kwargs)))
         return next_key(self.counts, func, args) if func in self.results.funcs else None

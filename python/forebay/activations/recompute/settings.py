@@ -81,12 +81,12 @@ def _attributes(module: torch.nn.Module) -> Iterator[dict[str, Any]]:
 
 
 class LayerSettings:
-    """The settings of a layer, taken as a call begins."""
+    """The settings of a layer, recorded when a call begins."""
 
     def __init__(self, module: torch.nn.Module, name: str) -> None:
         self.name = name
         self.switches = [get() for get, _ in _SWITCHES]
-        # Each dictionary with its entries at that time; and of those the ones with parameters.
+        # Each dictionary with its entries when the call began; and the entries of those that have parameters.
         self.held: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self.owned: list[dict[str, Any]] = []
         self.parameters: list[tuple[torch.Tensor, bool, int]] = []
@@ -98,7 +98,7 @@ class LayerSettings:
             if "_is_fsdp_managed_module" in mine:
                 # FSDP puts its tensors in place and fills them, each time the layer runs.
                 continue
-            # TorchScript's modules keep theirs elsewhere.
+            # Modules of TorchScript keep parameters and buffers elsewhere.
             parameters, buffers = mine.get("_parameters"), mine.get("_buffers")
             if parameters and isinstance(parameters, dict):
                 self.owned.append(dict(parameters.items()))
@@ -107,7 +107,7 @@ class LayerSettings:
                 self.held.append((buffers, dict(buffers.items())))
 
     def settle(self) -> None:
-        """Drop what the call changed itself, such as a counter or a cache: recomputation finds that as it is then."""
+        """Drop settings that the call changed itself, such as a counter or a cache: these are not restored."""
         for now, then in self.held:
             changed = [key for key, value in then.items() if now.get(key, _GONE) is not value]
             for key in changed:
@@ -122,7 +122,7 @@ class LayerSettings:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore all settings for the time of the context."""
+        """Restore all settings within this context."""
         for tensor, _, version in self.parameters:
             if tensor._version != version:
                 raise RuntimeError(

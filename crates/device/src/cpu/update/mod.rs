@@ -1,9 +1,9 @@
 //! Updates on the CPU: one sweep over a segment, from memory through registers and back.
 //!
-//! A vector of elements at a time: the gradient is widened where it is half precision, a master follows its weight, the
-//! rule's arithmetic is applied, and master, state and rounded weight are written. The sweep is written
-//! once and compiled for each vector unit: for any CPU (on aarch64 that includes NEON), for AVX2 with FMA and F16C and
-//! for AVX-512.
+//! It works on a vector of elements at a time: a gradient in half precision is widened, a master whose rounding differs
+//! from its weight is replaced, the rule's arithmetic is applied, and master, state and rounded weight are written. The
+//! sweep is written once and compiled for each vector unit: for any CPU (on aarch64 that includes NEON), for AVX2 with
+//! FMA and F16C, and for AVX-512.
 
 pub(crate) mod convert;
 pub(crate) mod vector;
@@ -23,7 +23,7 @@ type Baseline = std::arch::aarch64::float32x4_t;
 #[cfg(not(target_arch = "aarch64"))]
 type Baseline = f32;
 
-/// How many elements ahead memory is asked for: the time of about as many updates is what a line takes to come. AMD's
+/// How many elements ahead memory is prefetched: a cache line takes about the time of that many updates. AMD's
 /// cores find five streams by themselves, and asking far ahead gets in their way; Intel's need to be asked. Measured: two
 /// Zen 4 cores lose 2 to 4 % at 512 against 128, and 16 cores of a Xeon 4 % at 128 against 256.
 fn ahead() -> usize {
@@ -383,7 +383,7 @@ mod tests {
         })
     }
 
-    /// A segment with these columns. A master agrees with so many weights and is stale for the others.
+    /// A segment with these columns. A master agrees with this many weights and is stale for the others.
     fn segment(n: usize, dtypes: (Dtype, Dtype), kept: u32, master: Option<usize>) -> Segment {
         let state = |seed, low, high| numbers(n, seed, low, high, Dtype::F32);
         let columns = [state(3, -0.1, 0.1), state(4, 0.0, 0.1), state(5, 0.0, 0.1)];

@@ -42,7 +42,7 @@ pub(crate) unsafe trait Vector: Copy {
     /// `self` where `rounded` has the bits of `weight`, and `weight` elsewhere.
     unsafe fn unless_replaced(self, rounded: Self, weight: Self) -> Self;
 
-    /// `other` in the lanes that are asked for, and `self` in the others.
+    /// `other` in the selected lanes, and `self` in the others.
     #[inline(always)]
     unsafe fn or_where(self, other: Self, takes: impl Fn(usize) -> bool) -> Self {
         let (mut mine, mut others) = ([0f32; WIDEST], [0f32; WIDEST]);

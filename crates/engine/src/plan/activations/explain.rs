@@ -38,7 +38,7 @@ impl ActivationPlan {
     /// The plan as text: one line for the pass and one for each layer.
     pub fn explain(&self) -> String {
         let mut text = format!(
-            "budget {} (the least is {}): {:.1} ms a pass, {} at the peak, in {}\n",
+            "budget {} (minimum {}): {:.1} ms a pass, {} at the peak, in {}\n",
             size(self.budget_bytes),
             size(self.least_bytes),
             ms(self.pass_ns),

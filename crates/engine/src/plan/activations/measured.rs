@@ -2,8 +2,8 @@
 //!
 //! A measuring pass is a list of samples: when each call of a layer began and ended, when its backward pass began, and
 //! what was allocated at those moments. In such a pass the first call of each kind saves everything and the others are
-//! recomputed, so no call shows all its figures. Calls of one family take the same time and memory, and lend each other
-//! what they did not show themselves.
+//! recomputed, so no call shows all its figures. Calls of one family take the same time and memory, so the figures that
+//! one call does not show are taken from others of its family.
 
 use std::collections::BTreeMap;
 
@@ -11,8 +11,8 @@ use super::{LayerCost, PassCost, TensorCost};
 
 /// Host time to watch one operation.
 const SELECT_NS: u64 = 8_000;
-/// A backward pass takes at most so many tenths of its forward pass: two products of the same size for each one, and a
-/// little more. It bounds the time of a call that waited for its tensors one by one.
+/// A backward pass takes at most this many tenths of its forward pass: two products of the same size for each one, and
+/// a little more. It bounds the time of a call that waited for its tensors one by one.
 const BACKWARD_TENTHS: u64 = 22;
 
 /// What a sample was taken at.
@@ -73,7 +73,7 @@ pub struct CallKind {
 /// One call in a measured pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MeasuredCall {
-    /// Its kind, as a place in [`MeasuredPass::kinds`]; none for a call that no measuring pass made.
+    /// Its kind, as a place in [`MeasuredPass::kinds`]; `None` for a call that no measuring pass made.
     pub kind: Option<usize>,
     /// Whether it saved everything; if not, it was recomputed.
     pub saves: bool,

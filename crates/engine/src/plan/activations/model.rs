@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use super::treatment::{Treatment, treatments};
 use super::{ActivationPlan, Choice, LayerPlan, Moment, PassCost};
 
-/// The link is taken to be slower by one part in so many than it was measured to be.
+/// The link is assumed to be slower than measured, by one part in this many.
 const LINK_MARGIN: u64 = 8;
 
 /// What the model predicts for a choice of treatments.

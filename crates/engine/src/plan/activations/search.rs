@@ -33,8 +33,8 @@ impl ActivationPlan {
                 option: "budget_bytes",
                 value: budget_bytes.to_string(),
                 remedy: format!(
-                    "{least_at} takes {least_bytes} bytes whatever is kept, offloaded or recomputed; raise the budget to \
-                     at least that, or lower the batch or the sequence length"
+                    "{least_at} needs at least {least_bytes} bytes under every plan; raise the budget to at least \
+                     that, or lower the batch or the sequence length"
                 ),
             });
         };

@@ -2,7 +2,7 @@
 
 use super::{Choice, LayerCost};
 
-/// A level of saved results holds at least one part in so many of what a layer saves.
+/// A level of saved results holds at least one part in this many of the bytes that a layer saves.
 const LEVEL_PARTS: u64 = 24;
 /// The most levels of a layer.
 const LEVELS: usize = 12;
@@ -19,7 +19,7 @@ pub(super) struct Treatment {
     pub(super) recompute_ns: u64,
     pub(super) forward_bytes: u64,
     pub(super) backward_bytes: u64,
-    /// Freed as early and fetched as late as possible, whatever that costs in waiting.
+    /// Freed as early and fetched as late as possible, even if the computation must wait.
     pub(super) tight: bool,
 }
 
