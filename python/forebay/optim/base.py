@@ -485,13 +485,17 @@ class Optimizer(torch.optim.Optimizer):
         """Whether this is a forked child, which has neither the engine's threads nor its memory."""
         return self._engine is not None and self._process != os.getpid()
 
-    def _settle(self, parameter: torch.Tensor | None) -> None:
-        """Wait for the stores into a parameter's state, or for all of them."""
+    def _check_available(self) -> None:
+        """Raise in a forked child, which does not have the state."""
         if self._tables and self._is_inherited():
             raise DeviceError(
                 "this optimizer was used before fork(), and its state is not available in the child; read it in the "
                 "parent, or make a new optimizer in the child"
             )
+
+    def _settle(self, parameter: torch.Tensor | None) -> None:
+        """Wait for the stores into a parameter's state, or for all of them."""
+        self._check_available()
         if self._engine is not None and not self.is_closed:
             if parameter is None:
                 self._engine.synchronize()
@@ -541,6 +545,7 @@ class Optimizer(torch.optim.Optimizer):
         of the stages are sums over chunks, measured on one chunk in 64. The step waited ``stalls`` times for a slot of
         the ring, and ``save_stalls`` times for the writer of an ``async_save``.
         """
+        self._check_available()
         engine = self._engine or self._options.open(engine_name(CPU), self.rule)
         found = {"step_s": self._step_s, **engine.stats()}
         before_s = waited_s(self)

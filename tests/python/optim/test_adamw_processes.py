@@ -204,6 +204,7 @@ READS: dict[str, Any] = {
     "copy": lambda optimizer, _: copy.deepcopy(optimizer),
     "write": lambda optimizer, parameter: optimizer.state[parameter].clear(),
     "synchronize": lambda optimizer, _: optimizer.synchronize(),
+    "stats": lambda optimizer, _: optimizer.stats(),
     "prepare": lambda optimizer, _: optimizer.prepare(),
     "closed": lambda optimizer, parameter: (optimizer.close(), optimizer.state[parameter]),
 }
