@@ -616,7 +616,7 @@ def test_a_budget_below_what_a_layer_needs_names_what_it_needs(meter, device: to
     with budgeted(model, least // 2) as handle:
         for _ in range(MEASURING):
             train(model, x)
-        with pytest.raises(forebay.OptionError, match=r"invalid budget_bytes: .*takes (\d+) bytes") as caught:
+        with pytest.raises(forebay.OptionError, match=r"invalid budget_bytes: .*needs at least (\d+) bytes") as caught:
             train(model, x)
         named = int(re.search(r"takes (\d+) bytes", str(caught.value))[1])
         assert abs(named - least) < 0.02 * least
