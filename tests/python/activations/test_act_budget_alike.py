@@ -199,6 +199,25 @@ def test_a_layer_that_communicates_is_not_recomputed() -> None:
         dist.destroy_process_group()
 
 
+def test_a_managed_layer_that_changes_its_buffers_is_not_recomputed() -> None:
+    """FSDP2 writes to what it manages, so writes in place say nothing there: the buffers themselves do."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls.add_(1)
+            return x * 2
+
+    layer = Counting()
+    probe = Probe(Clock(torch.device("cpu")), layer, managed=True)
+    with probe:
+        layer(torch.ones(2))
+    assert probe.reason == "it changes its buffers"
+
+
 class Unseen(torch.autograd.Function):
     """Turns a tensor round in place, as kernels do that are not torch's, and says nothing of it."""
 

@@ -149,6 +149,33 @@ def test_the_budget_holds(case: str, meter, device: torch.device) -> None:
         assert_nothing_left(handle)
 
 
+def test_layers_that_come_to_save_more_are_measured_again(device: torch.device) -> None:
+    class Growing(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.waves = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            for _ in range(self.waves):
+                x = x + torch.sin(x)
+            return x
+
+    model, x = Stack(*blocks(4, Growing)).to(device), data(device)
+    with budgeted(model, LARGE) as handle:
+        for _ in range(MEASURING + 1):
+            train(model, x)
+        (workload,) = handle._budget.workloads.values()
+        first = workload.cost.layers[0].saved_bytes
+        for layer in model.layers:
+            layer.waves = 4
+        for _ in range(MEASURING + 2):
+            train(model, x)
+        handle.table()
+        assert (len(handle._budget.workloads), workload.renewals) == (1, 1)
+        assert workload.cost.layers[0].saved_bytes > first
+
+
 def test_calls_are_rows_of_the_table(meter, device: torch.device) -> None:
     model, x = Rounds(*blocks(2)).to(device), data(device)
     with budgeted(model, LARGE) as handle:

@@ -5,7 +5,18 @@ import torch
 
 import forebay
 from support.models import FUNCTIONS
-from support.offload import WIDTH, Of, Stack, assert_nothing_left, compare, data, offloaded, stack, train
+from support.offload import (
+    ACTIVATION_BYTES,
+    WIDTH,
+    Of,
+    Stack,
+    assert_nothing_left,
+    compare,
+    data,
+    offloaded,
+    stack,
+    train,
+)
 
 
 @pytest.mark.parametrize("what", FUNCTIONS)
@@ -48,6 +59,13 @@ def test_views_of_one_storage_travel_once_and_keep_their_layout(device: torch.de
         assert torch.equal(copy, view)
     del packed, back
     assert_nothing_left(context)
+
+
+def test_what_two_operations_save_is_fetched_once(device: torch.device) -> None:
+    model = Stack(*(Of(lambda x, weight: x.sin() * x.cos() @ weight) for _ in range(6))).to(device)
+    handle = compare(model, lambda: train(model, data(device)), max_in_flight_bytes=2 * ACTIVATION_BYTES)
+    stats = handle.stats()
+    assert stats["fetched_bytes"] <= stats["stored_bytes"]
 
 
 def test_a_small_part_of_a_large_storage_travels_alone(device: torch.device) -> None:

@@ -103,6 +103,19 @@ def test_a_model_without_gradients_may_run_while_only_gradients_sleep(trained, d
     model(batch(device, 0)).sum().backward()
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_no_part_of_a_model_runs_while_only_buffers_sleep(trained, device: torch.device, grad: bool) -> None:
+    model, optimizer = trained
+    with (
+        forebay.Sleeper(model, optimizer).asleep("buffers"),
+        torch.set_grad_enabled(grad),
+        pytest.raises(forebay.AsleepError, match="needs tensors that are asleep: buffers;"),
+    ):
+        # A part without buffers: a test that fails does not read what sleeps.
+        model.head(batch(device, 0))
+    model(batch(device, 0))
+
+
 def test_gradients_may_be_dropped_but_not_zeroed_while_they_sleep(trained, device: torch.device) -> None:
     model, optimizer = trained
     model(batch(device, 0)).sum().backward()

@@ -515,6 +515,49 @@ mod tests {
         assert_eq!((tried(0.0, 0.0, 1.0), tried(1.0, 1.0, 0.0), tried(0.5, 0.0, 1.0)), (0.0, 1.0, 0.5));
     }
 
+    /// Parameters on the host are updated in place, so nothing but the wait for its store orders a chunk that the device
+    /// had in one step and the host has in the next. A whole step of the optimizer waits for all stores by itself.
+    #[cfg(not(loom))]
+    #[test]
+    fn the_host_waits_for_the_store_of_a_chunk_that_was_the_device_s() {
+        use crate::optimizer::segments::{Binding, TableInput};
+        use crate::plan::{PlanOptions, StepPlan, TensorSpec};
+        use forebay_device::{Buffer, Checked, Dtype, Rule, SharedDevice, open};
+        use std::sync::Arc;
+
+        const ELEMENTS: u64 = 256;
+        let device: SharedDevice = Checked::wrap(open("cpu").unwrap());
+        let (memory, rule) = (Allocator::new(device.clone()), Rule::named("adamw").unwrap());
+        // A chunk for each tensor: two moments, the weight and the gradient.
+        let options = PlanOptions { slots: 4, slot_bytes: 4 * 4 * ELEMENTS, ..PlanOptions::default() };
+        let columns = rule.kept(rule.defaults, false);
+        let spec = |i: usize| TensorSpec {
+            name: format!("tensor.{i}"),
+            elements: ELEMENTS,
+            columns: columns.clone(),
+            on_host: true,
+        };
+        let plan = StepPlan::new((0..4).map(spec).collect(), options).unwrap();
+        let table = super::super::StateTable::pinned(&memory, rule, Arc::new(plan)).unwrap();
+        let pipeline = Pipeline::new(&memory, options.slots, options.slot_bytes).unwrap();
+        let share = HostShare::Fixed(0.5);
+        let hybrid = Hybrid::new(&memory, share, &HostOptions::default(), 0, options.slot_bytes).unwrap();
+        let compute = device.stream("compute").unwrap();
+        let inputs = StepInputs { scalars: vec![rule.at_step(rule.defaults, 1, ELEMENTS)], ..StepInputs::default() };
+        let region = || (Buffer::pageable(4 * ELEMENTS).unwrap().into_region(), Dtype::F32);
+        let bindings: Vec<Binding> = (0..4).map(|_| Binding::new(region(), region(), 0)).collect();
+        // The device takes 0 and 1 of four, then 0 of two.
+        for with_gradient in [4, 2] {
+            let mut input = TableInput::default();
+            input.tensors.extend((0..4).map(|i| (i < with_gradient).then(|| bindings[i].clone())));
+            let step = TableStep { table: &table, input: &input, landed: &[] };
+            pipeline.begin().unwrap();
+            hybrid.run(&[step], Some(&pipeline), &inputs, &compute).unwrap();
+            assert_eq!(hybrid.last_fraction(), 0.5);
+        }
+        pipeline.drain().unwrap();
+    }
+
     #[test]
     fn a_closed_list_gives_nothing() {
         let claims = Claims::new(order(&[1; 8]), HostShare::Auto, false);
