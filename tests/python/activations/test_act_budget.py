@@ -69,7 +69,8 @@ def test_the_peak_stays_within_the_budget_as_predicted(place: float, meter, devi
             if number >= MEASURING:
                 (row,) = [row for row in handle.table() if row["layer"] is None]
                 assert row["peak_bytes"] <= budget
-        assert abs(row["peak_error"]) < 0.05
+        # One tensor is 5 % of the least budget.
+        assert abs(row["peak_error"]) < 0.06
         assert row["budget_bytes"] == budget
         assert_nothing_left(handle)
         # Counted from outside, too: nothing is watched any more. The copy of the input is there before the pass begins.
@@ -504,6 +505,20 @@ class Chancy(Block):
         return super().forward(x) * random.random()
 
 
+class Averaging(Block):
+    """Keeps running statistics of its own. Their operation does not declare that it writes to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("var", torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Update them, and use them."""
+        y = torch.nn.functional.batch_norm(super().forward(x), self.mean, self.var, training=True)
+        return y + self.mean.detach()
+
+
 class Counting(Block):
     """Counts in a tensor that is no buffer."""
 
@@ -526,7 +541,7 @@ class Overwriting(Block):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("kind", [Normed, Drawing, Chancy, Counting, Overwriting])
+@pytest.mark.parametrize("kind", [Normed, Averaging, Drawing, Chancy, Counting, Overwriting])
 @pytest.mark.parametrize("place", [0.7, 0.9])
 def test_layers_that_cannot_run_twice_are_not(kind: type[Block], place: float, meter, device: torch.device) -> None:
     def build() -> Stack:
@@ -618,7 +633,7 @@ def test_a_budget_below_what_a_layer_needs_names_what_it_needs(meter, device: to
             train(model, x)
         with pytest.raises(forebay.OptionError, match=r"invalid budget_bytes: .*needs at least (\d+) bytes") as caught:
             train(model, x)
-        named = int(re.search(r"takes (\d+) bytes", str(caught.value))[1])
+        named = int(re.search(r"needs at least (\d+) bytes", str(caught.value))[1])
         assert abs(named - least) < 0.02 * least
         assert "layer" in str(caught.value)
     expected = train(model, x)

@@ -12,6 +12,8 @@ from forebay._device import Clock
 from forebay._fingerprint import Fingerprint
 from forebay.activations.budget.controller import MEASURING
 from forebay.activations.budget.probe import Probe
+from forebay.activations.recompute.replay import Results, next_key
+from forebay.activations.saved import UnmanagedTensor
 from support.budget import budgeted
 from support.offload import WIDTH, Stack, data, train
 from support.tensors import assert_same
@@ -282,3 +284,18 @@ def test_what_is_looked_at_is_not_held_afterwards(device: torch.device) -> None:
         assert not storage.expired()
     assert storage.expired()
     assert probe.unchanged() == {key}
+
+
+def test_a_saved_result_is_reused_once_and_not_held_afterwards(device: torch.device) -> None:
+    x = torch.randn(8, 8, device=device)
+    key = next_key({}, torch.ops.aten.sin.default, (x,))
+    results = Results({key: False}, lambda one, _: UnmanagedTensor(one), lambda packed: packed.tensor, device)
+    saving, reusing = results.modes()
+    with saving:
+        first = x.sin()
+    assert list(results.held) == [key]
+    with reusing:
+        assert x.sin().data_ptr() == first.data_ptr()
+    assert not results.held
+    with reusing:
+        assert x.sin().data_ptr() != first.data_ptr(), "a second backward pass computes it"

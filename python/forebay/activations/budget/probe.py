@@ -34,6 +34,13 @@ if TYPE_CHECKING:
 
 _COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
+_BATCH_NORMS = (
+    torch.ops.aten.native_batch_norm.default,
+    torch.ops.aten.cudnn_batch_norm.default,
+    torch.ops.aten.miopen_batch_norm.default,
+)
+"""Operations that write to their fourth and fifth argument if the sixth is true, and do not declare it."""
+
 
 class Result(NamedTuple):
     """The result of an operation, which can be saved when the layer is recomputed."""
@@ -143,6 +150,8 @@ class Probe(TorchDispatchMode):
                 for tensor in one if isinstance(one, (list, tuple)) else (one,):
                     if isinstance(tensor, torch.Tensor) and self._storage(tensor) not in self.created:
                         self.refuse(f"it changes a tensor in place that it did not make ({func})")
+        if func in _BATCH_NORMS and args[5] and args[3] is not None:
+            self.refuse("it updates running statistics")
         if getattr(func, "namespace", None) in _COMMUNICATION and (not self.managed or torch.is_grad_enabled()):
             # Each rank plans for itself, and all must communicate equally often.
             self.refuse("it communicates with other ranks")
