@@ -636,6 +636,11 @@ class Rule:
         The columns of state that it may keep, without the master.
         """
     @property
+    def defaults(self, /) -> list[float]:
+        """
+        What those numbers are if a user gives none.
+        """
+    @property
     def hypers(self, /) -> list[str]:
         """
         The numbers of a group, by name and in order.

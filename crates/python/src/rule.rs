@@ -37,6 +37,12 @@ impl Rule {
         self.rule.hypers.to_vec()
     }
 
+    /// What those numbers are if a user gives none.
+    #[getter]
+    fn defaults(&self) -> Vec<f64> {
+        self.rule.defaults.to_vec()
+    }
+
     /// Whether a parameter's state shows its step counter.
     #[getter]
     fn shows_step(&self) -> bool {

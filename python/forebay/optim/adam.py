@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import torch
 
-from forebay.optim.base import Optimizer, rate
+from forebay.optim.base import Optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -49,13 +49,4 @@ class Adam(Optimizer):
     def numbers(self, group: dict[str, Any]) -> list[float]:
         """Return the numbers of a group."""
         beta1, beta2 = group["betas"]
-        decay, maximize, amsgrad = group["weight_decay"], group["maximize"], group["amsgrad"]
-        return [
-            rate(group),
-            float(beta1),
-            float(beta2),
-            float(group["eps"]),
-            float(decay),
-            bool(maximize),
-            bool(amsgrad),
-        ]
+        return super().numbers({**group, "beta1": beta1, "beta2": beta2})

@@ -8,7 +8,7 @@ import torch
 
 from forebay._checks import is_number
 from forebay.errors import OptionError
-from forebay.optim.base import Optimizer, rate
+from forebay.optim.base import Optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -56,7 +56,7 @@ class Lion(Optimizer):
     def numbers(self, group: dict[str, Any]) -> list[float]:
         """Return the numbers of a group."""
         beta1, beta2 = group["betas"]
-        return [rate(group), float(beta1), float(beta2), float(group["weight_decay"]), bool(group["maximize"])]
+        return super().numbers({**group, "beta1": beta1, "beta2": beta2})
 
     @classmethod
     def check_settings(cls, settings: dict[str, Any]) -> dict[str, Any]:

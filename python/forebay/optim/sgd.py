@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 import torch
 
-from forebay.optim.base import Optimizer, rate
+from forebay.optim.base import Optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -48,9 +48,3 @@ class SGD(Optimizer):
     ) -> None:
         settings = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
         super().__init__(params, {**settings, "nesterov": nesterov, "maximize": maximize}, options)
-
-    def numbers(self, group: dict[str, Any]) -> list[float]:
-        """Return the numbers of a group."""
-        momentum, dampening, decay = group["momentum"], group["dampening"], group["weight_decay"]
-        switches = [bool(group["nesterov"]), bool(group["maximize"])]
-        return [rate(group), float(momentum), float(dampening), float(decay), *switches]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import forebay
+from forebay import optim
 from support.optim import TINY, clone, give_gradients, make, snapshot, train
 from support.tensors import assert_same, needs_cuda
 
@@ -362,3 +363,10 @@ def test_resident_state_that_was_taken_out_is_freed_with_its_dict(device: torch.
     train(optimizer, parameters, 2)
     gc.collect()
     assert gone[1]() is None
+
+
+@pytest.mark.parametrize("name", optim.__all__)
+def test_defaults_are_those_of_the_rule(name: str) -> None:
+    assert set(TYPICAL) == set(optim.__all__), "every class is tested here"
+    optimizer = getattr(forebay, name)(make())
+    assert optimizer.numbers(optimizer.param_groups[0]) == optimizer._rule.defaults

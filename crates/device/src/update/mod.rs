@@ -362,7 +362,7 @@ mod tests {
             assert!(rule.ptx.contains(&format!(".entry {}_bf16_f32", rule.name)), "{rule:?}: make ptx");
         }
         let refusal = Rule::named("rprop").unwrap_err().to_string();
-        assert_eq!(refusal, "invalid rule: rprop; use one of adamw, adam, sgd, lion");
+        assert!(refusal.starts_with("invalid rule: rprop; use one of adamw, adam, sgd, lion"), "{refusal}");
     }
 
     /// With every combination of switches, a rule keeps the columns that it cannot do without.
