@@ -18,6 +18,8 @@ mod bench;
 mod checker;
 #[path = "contract/copies.rs"]
 mod copies;
+#[path = "contract/cuda_arithmetic.rs"]
+mod cuda_arithmetic;
 #[path = "contract/failure.rs"]
 mod failure;
 #[path = "contract/fault.rs"]
