@@ -24,8 +24,13 @@ parameter = torch.nn.Parameter(torch.ones(100_000))
 parameter.grad = torch.ones(100_000)
 optimizer = forebay.AdamW([parameter], placement="hybrid", host_fraction=0.5, chunk_bytes=1 << 16)
 optimizer.step()
-names = {task: open(f"/proc/self/task/{task}/comm").read() for task in os.listdir("/proc/self/task")}
-ours = [sorted(os.sched_getaffinity(int(task))) for task, name in names.items() if name.startswith("forebay")]
+ours = []
+for task in os.listdir("/proc/self/task"):
+    try:
+        if open(f"/proc/self/task/{task}/comm").read().startswith("forebay"):
+            ours.append(sorted(os.sched_getaffinity(int(task))))
+    except (FileNotFoundError, ProcessLookupError):
+        pass  # A thread that has just ended.
 print(json.dumps({"bound": bound, "ours": ours, "threads": optimizer.stats()["host_threads"]}))
 """
 

@@ -138,7 +138,11 @@ def end_of_saves() -> None:
 def threads_of_saves() -> list[str]:
     """Return the names of this process's threads that belong to saves."""
     gc.collect()
-    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        # A thread may end while others are read: then its file is gone, or has no process.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            names.append((task / "comm").read_text().strip())
     return [name for name in names if name.startswith(("forebay-save", "forebay-snapsho", "forebay-checkpo"))] + [
         thread.name for thread in threading.enumerate() if thread.name == "forebay-save"
     ]
