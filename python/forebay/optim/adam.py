@@ -45,8 +45,3 @@ class Adam(Optimizer):
     ) -> None:
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**settings, "amsgrad": amsgrad, "maximize": maximize}, options)
-
-    def numbers(self, group: dict[str, Any]) -> list[float]:
-        """Return the numbers of a group."""
-        beta1, beta2 = group["betas"]
-        return super().numbers({**group, "beta1": beta1, "beta2": beta2})

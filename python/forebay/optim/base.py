@@ -123,8 +123,12 @@ class Optimizer(torch.optim.Optimizer):
         self._choose_device()
 
     def numbers(self, group: dict[str, Any]) -> list[float]:
-        """Return a group's numbers, in the order of the rule's ``hypers``: the settings of the same names."""
-        return [rate(group) if name == "lr" else float(group[name] or 0) for name in self._rule.hypers]
+        """Return a group's numbers, in the order of the rule's ``hypers``: the settings of the same names.
+
+        ``beta1`` and ``beta2`` are those of the setting ``betas``.
+        """
+        named = {**group, **{f"beta{i}": beta for i, beta in enumerate(group.get("betas", ()), 1)}}
+        return [rate(group) if name == "lr" else float(named[name] or 0) for name in self._rule.hypers]
 
     @classmethod
     def check_settings(cls, settings: dict[str, Any]) -> dict[str, Any]:

@@ -53,11 +53,6 @@ class Lion(Optimizer):
         settings = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, settings, options)
 
-    def numbers(self, group: dict[str, Any]) -> list[float]:
-        """Return the numbers of a group."""
-        beta1, beta2 = group["betas"]
-        return super().numbers({**group, "beta1": beta1, "beta2": beta2})
-
     @classmethod
     def check_settings(cls, settings: dict[str, Any]) -> dict[str, Any]:
         """Refuse numbers that cannot work, in the words of torch's optimizers."""

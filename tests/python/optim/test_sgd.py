@@ -14,6 +14,7 @@ from support.optim import TINY, clone, give_gradients, make, snapshot, train
 from support.tensors import assert_same
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 SHAPES = ((300,), (7, 7), ())
@@ -175,19 +176,21 @@ def test_momentum_that_is_switched_on_is_refused(device: torch.device, placement
     train(optimizer, parameters, 1)
 
 
+def ours_and_torchs(device: torch.device, placement: str) -> Iterator[tuple[Any, list[torch.nn.Parameter]]]:
+    """Make forebay's SGD, its state created, and torch's, with equal parameters and dampening."""
+    options = {**OPTIONS, "dampening": 0.5}
+    parameters = make(SHAPES, device=device)
+    optimizer = forebay.SGD(parameters, placement=placement, chunk_bytes=TINY, **options)
+    optimizer.prepare()
+    yield optimizer, parameters
+    parameters = make(SHAPES, device=device)
+    yield torch.optim.SGD(parameters, foreach=False, **options), parameters
+
+
 @pytest.mark.parametrize("first", [0, 2])
 def test_momentum_may_become_zero_and_come_back(device: torch.device, placement: str, first: int) -> None:
     ends = []
-    for ours in (True, False):
-        parameters = make(SHAPES, device=device)
-        options = {**OPTIONS, "dampening": 0.5}
-        optimizer: Any = (
-            forebay.SGD(parameters, placement=placement, chunk_bytes=TINY, **options)
-            if ours
-            else torch.optim.SGD(parameters, foreach=False, **options)
-        )
-        if ours:
-            optimizer.prepare()
+    for optimizer, parameters in ours_and_torchs(device, placement):
         train(optimizer, parameters, first)
         optimizer.param_groups[0]["momentum"] = 0
         train(optimizer, parameters, range(first, 4))
@@ -214,16 +217,7 @@ EDITS: dict[str, Any] = {
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 def test_an_edit_counts_as_with_torch(device: torch.device, placement: str, edit: Any, steps: int) -> None:
     ends = []
-    for ours in (True, False):
-        parameters = make(SHAPES, device=device)
-        options = {**OPTIONS, "dampening": 0.5}
-        optimizer: Any = (
-            forebay.SGD(parameters, placement=placement, chunk_bytes=TINY, **options)
-            if ours
-            else torch.optim.SGD(parameters, foreach=False, **options)
-        )
-        if ours:
-            optimizer.prepare()
+    for optimizer, parameters in ours_and_torchs(device, placement):
         train(optimizer, parameters, steps)
         edit(optimizer, parameters[1])
         train(optimizer, parameters, range(steps, steps + 2))
