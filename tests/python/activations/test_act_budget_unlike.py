@@ -144,7 +144,8 @@ def test_the_budget_holds(case: str, meter, device: torch.device) -> None:
             peak = peak_outside(meter, lambda: run(last))
             shown = handle.table()[-1]
             assert max(peak, shown["peak_bytes"]) <= budget, f"of {whole}"
-            as_seen = not peak or shown["peak_bytes"] == pytest.approx(peak, rel=0.02)
+            # The figures are of the pass alone; from outside, what is around it counts too: less than its input.
+            as_seen = not peak or shown["peak_bytes"] == pytest.approx(peak, rel=0.02, abs=x.nbytes)
             if as_seen and -0.15 < shown["peak_error"] < 0.5:
                 break
         else:
