@@ -1,6 +1,6 @@
 //! The host's own threads: updates of host memory, while the device works.
 //!
-//! A pool is made once and serves the memory of any number of devices. Work is cut by bytes into shares of
+//! A pool serves the memory of any number of devices and any number of users at once ([`HostThreads::shared`]). Work is cut by bytes into shares of
 //! [`SHARE_ELEMENTS`] elements or more, independent of the sizes of tensors. The threads take share after share, and go
 //! from one piece of work to the next without a barrier. Threads sleep while there is nothing to do. Each may run on
 //! any core of the process: torch has threads of its own, and the system's scheduler places all of them.
@@ -9,11 +9,12 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 
 use crate::cpu::update::{Sweep, Unit};
 use crate::error::{Error, Result};
 use crate::memory::{DeviceId, Region, check_home, fresh_key};
+use crate::registry::PerProcess;
 use crate::thread::{Cores, ThreadHandle};
 use crate::update::{Rule, Scalars, Segment};
 
@@ -128,8 +129,6 @@ struct Shared {
 struct JobQueue {
     jobs: VecDeque<Arc<Job>>,
     closed: bool,
-    /// Set by tests: the next update fails on a thread.
-    fails_next: bool,
 }
 
 /// A run of elements of one segment.
@@ -216,6 +215,24 @@ impl HostThreads {
         Ok(pool)
     }
 
+    /// The pool that this process has for such options: started by the first who asks, ended with the last. Work of
+    /// several users queues up, and none of it waits for anything but threads, so no user can hold up another for ever.
+    pub fn shared(options: &HostOptions) -> Result<Arc<Self>> {
+        static POOLS: PerProcess<Mutex<Vec<Weak<HostThreads>>>> = PerProcess::new();
+        let (threads, unit, cores) = (options.check()?, Unit::named(options.kernel.as_deref())?, Cores::here());
+        // Locked while it starts: two threads that ask at once get one pool.
+        let mut pools = lock(POOLS.here());
+        pools.retain(|pool| pool.strong_count() > 0);
+        // The process may have been given other cores since a pool was started.
+        let fits = |pool: &Arc<Self>| (pool.threads(), pool.unit, pool.cores) == (threads, unit, cores);
+        if let Some(pool) = pools.iter().filter_map(Weak::upgrade).find(fits) {
+            return Ok(pool);
+        }
+        let pool = Arc::new(Self::new(options)?);
+        pools.push(Arc::downgrade(&pool));
+        Ok(pool)
+    }
+
     /// How many threads there are.
     pub fn threads(&self) -> usize {
         self.workers.len()
@@ -234,9 +251,6 @@ impl HostThreads {
     /// Starts an update of host memory that belongs to a device. The caller has waited for the work that uses it.
     pub(crate) fn update(&self, device: DeviceId, update: HostUpdate) -> Result<HostWork> {
         update.check(device)?;
-        if std::mem::take(&mut lock(&self.shared.queue).fails_next) {
-            return self.submit(Task::Panic, vec![0..1, 1..2]);
-        }
         let (mut ranges, mut shares) = (Vec::new(), Vec::new());
         let (mut first, mut elements) = (0, 0);
         let mut left: usize = update.segments.iter().map(|segment| segment.elements() as usize).sum();
@@ -275,10 +289,10 @@ impl HostThreads {
         self.submit(Task::Touch { region: region.clone() }, shares)
     }
 
-    /// Makes the next update panic on one of the threads, for tests.
+    /// Starts work that panics on the threads, for tests.
     #[doc(hidden)]
-    pub fn fail_next_update(&self) {
-        lock(&self.shared.queue).fails_next = true;
+    pub fn fail(&self) -> Result<HostWork> {
+        self.submit(Task::Panic, vec![0..1, 1..2])
     }
 
     fn submit(&self, task: Task, shares: Vec<Range<usize>>) -> Result<HostWork> {
@@ -427,6 +441,31 @@ mod tests {
             );
         }
         assert!(refused(&HostOptions { threads: None, kernel: Some("mmx".to_owned()) }).contains("host_kernel: mmx"));
+    }
+
+    #[test]
+    fn users_with_the_same_options_share_one_pool() {
+        let one = || HostOptions { threads: Some(1), kernel: None };
+        let portable = || HostOptions { threads: Some(1), kernel: Some("portable".to_owned()) };
+        let pools: Vec<_> = std::thread::scope(|scope| {
+            let users: Vec<_> = (0..4).map(|_| scope.spawn(|| HostThreads::shared(&one()).unwrap())).collect();
+            users.into_iter().map(|user| user.join().unwrap()).collect()
+        });
+        assert!(pools.iter().all(|pool| Arc::ptr_eq(pool, &pools[0])));
+        let (other, again) = (HostThreads::shared(&portable()).unwrap(), HostThreads::shared(&one()).unwrap());
+        assert_eq!((other.kernel(), other.threads(), Arc::ptr_eq(&again, &pools[0])), ("portable", 1, true));
+        // The default is as many threads as there are cores.
+        let by_default = HostThreads::shared(&HostOptions::default()).unwrap();
+        assert_eq!(Arc::ptr_eq(&by_default, &pools[0]), host_cores() == 1);
+        // It ends with its last user, and the next one starts another.
+        let (weak, first) = (Arc::downgrade(&pools[0]), Arc::downgrade(&other));
+        drop((pools, again, by_default));
+        assert!(weak.upgrade().is_none() && first.upgrade().is_some());
+        assert_eq!(HostThreads::shared(&one()).unwrap().threads(), 1);
+        for threads in [0, host_cores() + 1] {
+            let refused = HostThreads::shared(&HostOptions { threads: Some(threads), kernel: None });
+            assert!(refused.unwrap_err().to_string().contains("host_threads"));
+        }
     }
 
     #[test]

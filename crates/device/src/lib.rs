@@ -43,7 +43,7 @@ mod ledger;
 mod memory;
 #[allow(unsafe_code, reason = "mappings are made by system calls")]
 mod pinned;
-#[allow(unsafe_code, reason = "a registry that lives for ever is reached by address")]
+#[allow(unsafe_code, reason = "values that live for ever are reached by address")]
 mod registry;
 mod stream;
 #[cfg(feature = "testing")]
@@ -61,6 +61,7 @@ pub use host::{HostOptions, HostThreads, HostUpdate, HostWork, host_cores};
 pub use kernel::{Dtype, Kernel};
 pub use memory::{ALIGN_BYTES, Buffer, DeviceId, PIECE_BYTES, Place, Region, Slab, SlabLayout};
 pub use pinned::{HostMemory, PinStats};
+pub use registry::PerProcess;
 pub use stream::{Event, Stream};
 #[cfg(feature = "testing")]
 pub use testing::{checked, checked::Checked, fault, fault::Fault};

@@ -27,6 +27,15 @@ pub struct Cores {
     set: Option<libc::cpu_set_t>,
 }
 
+impl PartialEq for Cores {
+    fn eq(&self, other: &Self) -> bool {
+        match (&self.set, &other.set) {
+            (Some(own), Some(other)) => contains(own, other) && contains(other, own),
+            (own, other) => own.is_none() && other.is_none(),
+        }
+    }
+}
+
 impl Cores {
     /// The process's cores, as far as the calling thread can see.
     pub fn here() -> Self {

@@ -203,7 +203,7 @@ impl Device for Fault {
     fn update_on_host(&self, threads: &HostThreads, update: HostUpdate) -> Result<HostWork> {
         match self.strike(Call::HostUpdate) {
             None => {}
-            Some(Misbehaviour::Break) => threads.fail_next_update(),
+            Some(Misbehaviour::Break) => return threads.fail(),
             Some(_) => {
                 let reason = format!("injected into {:?}", Call::HostUpdate);
                 return Err(Error::StreamFailed { stream: "the host's threads".to_owned(), reason });

@@ -13,7 +13,23 @@
 //! - bytes of the host are fetched again after their last store has ended: the fetch stream waits for it.
 //!
 //! A slot that is dropped after a failure goes back to the ring with the mark that ends the accepted part of its work.
-//! Nothing is allocated after [`Pipeline::new`].
+//! Nothing is allocated after [`Pipeline::open`].
+//!
+//! [Note: users of one ring] A `Pipeline` is one user of a ring; optimizers that want the same slots on a device share
+//! it, with its two copy streams. Each user drives its own chunks from one thread at a time. Users take no turns: their
+//! chunks mix in the ring and in the streams, and no lock is held for longer than it takes to look at one slot. So a
+//! user that waits, for a save or for its own stream, holds up others only while it has the slot that they need, and
+//! nobody ever waits for a lock of another user. Why the order above holds for all of them:
+//! - A slot has one owner, who alone records its marks. The next owner, whoever it is, has waited on the host for the
+//!   end of the use before, so each stage of a trip is ordered behind the trip before it.
+//! - Every wait of a stream is for a mark that was recorded before the wait was submitted. So the streams cannot wait
+//!   for each other in a circle, whatever the users' compute streams are.
+//! - A trip stays noted at its slot until its store was seen to have ended. Then the slot is given to another user, so
+//!   who does not find a trip need not wait for it. Who finds one may wait for a mark that the slot's next owner has
+//!   recorded again meanwhile: that point is later on the same store stream, so it waits too long but never too short.
+//! - Waits, statistics and traces are those of one user: [`Pipeline::drain`] waits for the trips and the broken-off work
+//!   of its own user. A failure of one user leaves the others their slots. Only a stream that dies takes all users of
+//!   the ring with it, as on CUDA it takes all users of the context. Such a ring is not given to new users.
 
 use std::sync::Arc;
 
@@ -22,27 +38,41 @@ use serde::Serialize;
 
 use super::in_flight::InFlight;
 use super::marks::{Mark, Marks};
-use super::ring::Ring;
+use super::ring::{Ring, RingUser};
+use super::shared::{Shared, SharedKey};
 
 use crate::error::Result;
 use crate::memory::Allocator;
 use crate::sync::{Mutex, lock};
 use crate::trace::{Span, Stage, Trace};
 
-/// The three streams' worth of machinery, over one ring.
+/// The rings that users share.
+static RINGS: Shared<PipelineCore> = Shared::new();
+
+/// One user of a ring and its streams.
 #[derive(Debug)]
 pub struct Pipeline {
-    fetch: Stream,
-    store: Stream,
     core: Arc<PipelineCore>,
+    log: Arc<RunLog>,
 }
 
-/// What slots refer to; they may outlive the pipeline.
+/// What users share, and what slots refer to; they may outlive the pipeline.
 #[derive(Debug)]
 struct PipelineCore {
     device: SharedDevice,
-    ring: Ring<usize, Arc<Mark>>,
+    fetch: Stream,
+    store: Stream,
+    marks: Arc<Marks>,
+    ring: Ring<Arc<Mark>>,
     slots: Vec<SlotRecord>,
+    pid: u32,
+}
+
+/// What one user's run has done so far. Whoever sees the end of a trip adds it to the log of its user.
+#[derive(Debug)]
+struct RunLog {
+    user: RingUser,
+    /// The origin of a trace's times.
     epoch: Event,
     totals: Mutex<RunTotals>,
 }
@@ -60,6 +90,7 @@ struct SlotRecord {
 /// The last trip of a chunk through a slot, from its store until its times were read.
 #[derive(Debug, Clone)]
 struct Trip {
+    log: Arc<RunLog>,
     run: u64,
     chunk: u32,
     payload_bytes: u64,
@@ -106,9 +137,27 @@ struct RunTotals {
 }
 
 impl Drop for Pipeline {
-    /// The ring's memory may be the caller's, who must not get it back while the device uses it.
     fn drop(&mut self) {
+        // In a forked child a lock may be held for ever, by a thread that only the parent has.
+        if self.core.is_forked() {
+            return;
+        }
         let _ = self.drain();
+        // Also after a failure: a noted trip holds the host memory that it stores to, and other users keep the ring.
+        for slot in &self.core.slots {
+            let forgotten = lock(&slot.trip).take_if(|trip| Arc::ptr_eq(&trip.log, &self.log));
+            drop(forgotten);
+        }
+    }
+}
+
+impl Drop for PipelineCore {
+    /// The ring's memory may be the caller's, who must not get it back while the device uses it. Its users have waited for
+    /// that when they went; this is for a wait of theirs that was refused.
+    fn drop(&mut self) {
+        if !self.is_forked() {
+            let _ = self.ring.settle(None);
+        }
     }
 }
 
@@ -120,6 +169,7 @@ pub struct Slot {
     end: Option<Arc<Mark>>,
     timed: bool,
     core: Arc<PipelineCore>,
+    log: Arc<RunLog>,
 }
 
 impl Slot {
@@ -131,54 +181,44 @@ impl Slot {
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        self.core.ring.release(self.index, self.end.take());
+        self.core.ring.release(self.index, self.log.user, self.end.take());
     }
 }
 
 impl Pipeline {
-    /// Allocates the ring, the streams and the events.
+    /// The first user of a new ring in device memory that nobody else will share.
     pub fn new(allocator: &Allocator, slots: usize, slot_bytes: u64) -> Result<Self> {
-        let memory = allocator.alloc(Self::ring_bytes(slots, slot_bytes))?;
-        Self::build(allocator.device().clone(), &memory, slots, slot_bytes)
+        Self::of(Arc::new(PipelineCore::new(allocator.device(), None, slots, slot_bytes)?))
     }
 
-    /// The same in memory of the caller's, of at least [`Self::ring_bytes`]. What was submitted to `after`
-    /// so far may still use that memory; the first fetch waits for it.
-    pub fn in_memory(
-        device: SharedDevice,
-        memory: &Buffer,
+    /// A new user of the ring of this process that has such slots on this device; `None` if there is none. A ring is
+    /// there from its first [`Self::open`] until its last user was dropped.
+    pub fn join(device: &SharedDevice, slots: usize, slot_bytes: u64) -> Result<Option<Self>> {
+        let found = RINGS.find(SharedKey::new(device, slots, slot_bytes), PipelineCore::is_sound);
+        found.map(Self::of).transpose()
+    }
+
+    /// The same, or the first user of a new ring: in memory of the caller's, of at least [`Self::ring_bytes`], or on the
+    /// device itself. What was submitted so far to the stream that comes with that memory may still use it; the first
+    /// fetch waits for it.
+    pub fn open(
+        device: &SharedDevice,
+        memory: Option<(&Buffer, &Stream)>,
         slots: usize,
         slot_bytes: u64,
-        after: &Stream,
     ) -> Result<Self> {
-        let pipeline = Self::build(device, memory, slots, slot_bytes)?;
-        pipeline.device().record(&pipeline.core.epoch, after)?;
-        pipeline.device().wait(&pipeline.fetch, &pipeline.core.epoch)?;
-        Ok(pipeline)
+        let make = || PipelineCore::new(device, memory, slots, slot_bytes);
+        Self::of(RINGS.find_or_make(SharedKey::new(device, slots, slot_bytes), PipelineCore::is_sound, make)?)
+    }
+
+    fn of(core: Arc<PipelineCore>) -> Result<Self> {
+        let log = RunLog { user: core.ring.join(), epoch: core.device.timed_event()?, totals: Mutex::default() };
+        Ok(Self { core, log: Arc::new(log) })
     }
 
     /// Bytes of a ring. Slots of any size start aligned: a kernel refuses an f32 at an odd address.
     pub fn ring_bytes(slots: usize, slot_bytes: u64) -> u64 {
         slot_bytes.next_multiple_of(ALIGN_BYTES) * slots as u64
-    }
-
-    fn build(device: SharedDevice, memory: &Buffer, slots: usize, slot_bytes: u64) -> Result<Self> {
-        let stride = slot_bytes.next_multiple_of(ALIGN_BYTES);
-        let marks = Marks::new(device.clone());
-        let timers = || -> Result<[Event; 2]> { Ok([device.timed_event()?, device.timed_event()?]) };
-        let records = (0..slots)
-            .map(|i| {
-                Ok(SlotRecord {
-                    region: memory.region(i as u64 * stride, slot_bytes)?,
-                    ends: [marks.take()?, marks.take()?, marks.take()?],
-                    timers: [timers()?, timers()?, timers()?],
-                    trip: Mutex::new(None),
-                })
-            })
-            .collect::<Result<Vec<_>>>()?;
-        let (fetch, store, epoch) = (device.stream("fetch")?, device.stream("store")?, device.timed_event()?);
-        let core = PipelineCore { ring: Ring::new(0..slots), slots: records, epoch, totals: Mutex::default(), device };
-        Ok(Self { fetch, store, core: Arc::new(core) })
     }
 
     /// The device it runs on.
@@ -188,15 +228,15 @@ impl Pipeline {
 
     /// Where it fetches, for others who copy the same way at the same time.
     pub(crate) fn fetch_stream(&self) -> &Stream {
-        &self.fetch
+        &self.core.fetch
     }
 
     /// Where it stores, likewise.
     pub(crate) fn store_stream(&self) -> &Stream {
-        &self.store
+        &self.core.store
     }
 
-    /// Slots in the ring; all of them between runs.
+    /// Slots in the ring; all of them while no user has a run.
     pub fn idle_slots(&self) -> usize {
         self.core.ring.idle()
     }
@@ -204,20 +244,21 @@ impl Pipeline {
     /// Keeps the spans of the next runs, at most this many for each. A traced run begins only after the one before has
     /// ended, so that their times have one origin.
     pub fn set_trace(&self, spans: usize) {
-        lock(&self.core.totals).trace = Trace::with_capacity(spans);
+        lock(&self.log.totals).trace = Trace::with_capacity(spans);
     }
 
     /// Begins a run: statistics start from zero.
     pub fn begin(&self) -> Result<()> {
         // The totals first: stores of the run before that are still under way do not belong in this one's.
-        let mut totals = lock(&self.core.totals);
+        let mut totals = lock(&self.log.totals);
         totals.trace.clear();
         let (run, trace) = (totals.run + 1, std::mem::take(&mut totals.trace));
+        let is_traced = !trace.is_off();
         *totals = RunTotals { run, trace, ..RunTotals::default() };
         drop(totals);
-        if !self.core.is_untraced() {
+        if is_traced {
             self.drain()?;
-            self.device().record(&self.core.epoch, &self.fetch)?;
+            self.device().record(&self.log.epoch, &self.core.fetch)?;
         }
         Ok(())
     }
@@ -230,11 +271,11 @@ impl Pipeline {
     /// The same with something to do before the wait that needs to know the slot's memory and does not touch it.
     pub fn acquire_while<R>(&self, prepare: impl FnOnce(&Region) -> R) -> Result<(Slot, R)> {
         let slots = &self.core.slots;
-        let (index, prepared, stall) = self.core.ring.acquire_while(|&index| prepare(&slots[index].region))?;
+        let (index, prepared, stall) = self.core.ring.acquire_while(|index| prepare(&slots[index].region))?;
         // From here on a failure gives the slot back.
-        let mut slot = Slot { index, end: None, timed: false, core: self.core.clone() };
-        self.core.harvest(index)?;
-        let mut totals = lock(&self.core.totals);
+        let mut slot = Slot { index, end: None, timed: false, core: self.core.clone(), log: self.log.clone() };
+        self.core.harvest(index, None);
+        let mut totals = lock(&self.log.totals);
         slot.timed = totals.acquired.is_multiple_of(TIMED_EVERY) || !totals.trace.is_off();
         totals.acquired += 1;
         totals.stats.stalls += u64::from(stall.waited);
@@ -246,12 +287,12 @@ impl Pipeline {
     /// Copies regions of the host into parts of the slot: `to` gives offset and length of each.
     pub fn fetch(&self, slot: Slot, from: &[Region], to: &[(u64, u64)]) -> Result<InFlight<Slot>> {
         for stored in self.core.stores_of(from) {
-            stored.wait(&self.fetch)?;
+            stored.wait(&self.core.fetch)?;
         }
-        slot.stage(&self.fetch, Stage::Fetch, |device, memory| {
+        slot.stage(&self.core.fetch, Stage::Fetch, |device, memory| {
             let in_slot = |&(offset, len): &(u64, u64)| memory.slice(offset, len);
             let pairs = from.iter().zip(to).map(|(from, part)| Ok((from.clone(), in_slot(part)?)));
-            Ok(device.copy_all(&self.fetch, &pairs.collect::<Result<Vec<_>>>()?)?)
+            Ok(device.copy_all(&self.core.fetch, &pairs.collect::<Result<Vec<_>>>()?)?)
         })
     }
 
@@ -274,16 +315,17 @@ impl Pipeline {
         chunk: usize,
         payload_bytes: u64,
     ) -> Result<InFlight<Slot>> {
-        let slot = slot.on(&self.store)?;
-        let (run, index) = (lock(&self.core.totals).run, slot.index);
-        let trip = Trip { run, chunk: chunk as u32, payload_bytes, stored: to.to_vec(), timed: slot.timed };
-        slot.stage(&self.store, Stage::Store, |device, memory| {
+        let slot = slot.on(&self.core.store)?;
+        let (run, index) = (lock(&self.log.totals).run, slot.index);
+        let log = self.log.clone();
+        let trip = Trip { log, run, chunk: chunk as u32, payload_bytes, stored: to.to_vec(), timed: slot.timed };
+        slot.stage(&self.core.store, Stage::Store, |device, memory| {
             // Noted before the copies are submitted: those that are accepted must be found even when a later one is
             // refused. Not noted before the stage begins: its end is recorded from here on, and others will wait for it.
             *lock(&self.core.slots[index].trip) = Some(trip);
             let in_slot = |&(offset, len): &(u64, u64)| memory.slice(offset, len);
             let pairs = from.iter().zip(to).map(|(part, to)| Ok((in_slot(part)?, to.clone())));
-            Ok(device.copy_all(&self.store, &pairs.collect::<Result<Vec<_>>>()?)?)
+            Ok(device.copy_all(&self.core.store, &pairs.collect::<Result<Vec<_>>>()?)?)
         })
     }
 
@@ -301,21 +343,23 @@ impl Pipeline {
         Ok(())
     }
 
-    /// Waits for every store and for all work that a failed run left under way, and completes the statistics.
+    /// Waits for every store of this user and for all work that its failed runs left under way, and completes its
+    /// statistics.
     pub fn drain(&self) -> Result<()> {
+        let is_own = |trip: &Trip| Arc::ptr_eq(&trip.log, &self.log);
         for (index, slot) in self.core.slots.iter().enumerate() {
-            if lock(&slot.trip).is_some() {
+            if lock(&slot.trip).as_ref().is_some_and(is_own) {
                 slot.stored().synchronize()?;
-                self.core.harvest(index)?;
+                self.core.harvest(index, Some(&self.log));
             }
         }
         // A trip that broke off before its store may still be fetching: the host must not write under it.
-        self.core.ring.settle()
+        self.core.ring.settle(Some(self.log.user))
     }
 
     /// What the run did so far; complete after [`Self::drain`].
     pub fn stats(&self) -> RunStats {
-        let totals = lock(&self.core.totals);
+        let totals = lock(&self.log.totals);
         let scaled = |ns: u64| (ns as f64 * totals.stats.store_bytes as f64 / totals.timed_bytes.max(1) as f64) as u64;
         let [fetch_ns, update_ns, store_ns] = totals.timed_ns.map(scaled);
         RunStats { fetch_ns, update_ns, store_ns, ..totals.stats }
@@ -323,7 +367,7 @@ impl Pipeline {
 
     /// The spans of the run; complete after [`Self::drain`].
     pub fn trace(&self) -> Trace {
-        lock(&self.core.totals).trace.clone()
+        lock(&self.log.totals).trace.clone()
     }
 }
 
@@ -362,8 +406,48 @@ impl Slot {
 }
 
 impl PipelineCore {
-    fn is_untraced(&self) -> bool {
-        lock(&self.totals).trace.is_off()
+    /// A ring in memory of the caller's, which the first fetch gets after what the stream was given so far; or on the
+    /// device itself.
+    fn new(device: &SharedDevice, memory: Option<(&Buffer, &Stream)>, slots: usize, slot_bytes: u64) -> Result<Self> {
+        let buffer = match memory {
+            Some((given, _)) => given.clone(),
+            None => device.alloc(Pipeline::ring_bytes(slots, slot_bytes))?,
+        };
+        let (stride, marks) = (slot_bytes.next_multiple_of(ALIGN_BYTES), Marks::new(device.clone()));
+        let timers = || -> Result<[Event; 2]> { Ok([device.timed_event()?, device.timed_event()?]) };
+        let record = |i: usize| -> Result<SlotRecord> {
+            Ok(SlotRecord {
+                region: buffer.region(i as u64 * stride, slot_bytes)?,
+                ends: [marks.take()?, marks.take()?, marks.take()?],
+                timers: [timers()?, timers()?, timers()?],
+                trip: Mutex::new(None),
+            })
+        };
+        let core = Self {
+            slots: (0..slots).map(record).collect::<Result<_>>()?,
+            fetch: device.stream("fetch")?,
+            store: device.stream("store")?,
+            ring: Ring::new(slots),
+            pid: std::process::id(),
+            device: device.clone(),
+            marks,
+        };
+        if let Some((_, after)) = memory {
+            let free = core.marks.take()?;
+            free.record(after)?;
+            free.wait(&core.fetch)?;
+        }
+        Ok(core)
+    }
+
+    /// Whether its streams take work and every slot can be had again: new users must not get a ring that died.
+    fn is_sound(&self) -> bool {
+        let takes_work = |stream: &Stream| self.marks.take()?.record(stream);
+        takes_work(&self.fetch).and(takes_work(&self.store)).and(self.ring.check()).is_ok()
+    }
+
+    fn is_forked(&self) -> bool {
+        self.pid != std::process::id()
     }
 
     /// The ends of stores under way into any of these regions.
@@ -377,21 +461,24 @@ impl PipelineCore {
             .collect()
     }
 
-    /// Reads the times of a slot's last trip, which has ended, into the totals.
-    fn harvest(&self, index: usize) -> Result<()> {
+    /// Reads the times of a slot's last trip, which has ended, into the log of its user. With `of`, only if it is that
+    /// user's. The slot's next owner harvests too before it records the timers again, so it waits here while another user
+    /// reads them.
+    fn harvest(&self, index: usize, of: Option<&Arc<RunLog>>) {
         let slot = &self.slots[index];
-        let Some(trip) = lock(&slot.trip).take() else { return Ok(()) };
+        let mut noted = lock(&slot.trip);
+        let Some(trip) = noted.take_if(|trip| of.is_none_or(|log| Arc::ptr_eq(log, &trip.log))) else { return };
         let mut times = [0; 3];
         if trip.timed {
             for (time, [begin, end]) in times.iter_mut().zip(&slot.timers) {
                 // A trip that failed has no times worth keeping; its error was returned when it failed.
-                let Ok(elapsed) = self.device.elapsed_ns(begin, end) else { return Ok(()) };
+                let Ok(elapsed) = self.device.elapsed_ns(begin, end) else { return };
                 *time = elapsed;
             }
         }
-        let mut totals = lock(&self.totals);
+        let mut totals = lock(&trip.log.totals);
         if totals.run != trip.run {
-            return Ok(());
+            return;
         }
         totals.stats.chunks += 1;
         totals.stats.fetch_bytes += trip.payload_bytes;
@@ -401,11 +488,11 @@ impl PipelineCore {
             totals.timed_ns.iter_mut().zip(times).for_each(|(sum, time)| *sum += time);
         }
         if totals.trace.is_off() {
-            return Ok(());
+            return;
         }
         for ((stage, time), [begin, _]) in Stage::ALL.into_iter().zip(times).zip(&slot.timers) {
             // A trip from before the trace was asked for has no place in it.
-            let Ok(start_ns) = self.device.elapsed_ns(&self.epoch, begin) else { return Ok(()) };
+            let Ok(start_ns) = self.device.elapsed_ns(&trip.log.epoch, begin) else { return };
             totals.trace.push(Span {
                 stage,
                 chunk: trip.chunk,
@@ -415,6 +502,5 @@ impl PipelineCore {
                 bytes: trip.payload_bytes,
             });
         }
-        Ok(())
     }
 }

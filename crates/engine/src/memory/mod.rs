@@ -57,8 +57,14 @@ impl Allocator {
     /// Pins a slab with parts of these sizes.
     pub fn pin(&self, part_bytes: &[u64]) -> Result<Lease<Slab>> {
         let layout = SlabLayout::new(part_bytes)?;
-        let counted = self.budget.take(layout.bytes())?;
-        Ok(Lease { memory: self.device.pin(layout)?, _counted: Arc::new(counted) })
+        self.lease(layout.bytes(), || Ok(self.device.pin(layout)?))
+    }
+
+    /// Counts pinned memory against the budget, before it is pinned. Memory that several users share counts in full for
+    /// each of them: whoever goes first, what the others have stays within their budgets.
+    pub(crate) fn lease<T>(&self, bytes: u64, pin: impl FnOnce() -> Result<T>) -> Result<Lease<T>> {
+        let counted = self.budget.take(bytes)?;
+        Ok(Lease { memory: pin()?, _counted: Arc::new(counted) })
     }
 
     /// Allocates device memory, which counts against no budget.

@@ -26,19 +26,20 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc::Sender;
 use std::time::Instant;
 
 use forebay_device::{
-    ALIGN_BYTES, Error as DeviceError, HostOptions, HostThreads, HostUpdate, HostWork, Region, Scalars, SharedDevice,
-    Slab, SlabLayout, Stream,
+    Error as DeviceError, HostOptions, HostThreads, HostUpdate, HostWork, Region, Scalars, SharedDevice, Slab,
+    SlabLayout, Stream,
 };
 use serde::Serialize;
 
+use super::host_ring::{HeldSlot, HostSlots, LaneSlot, LaneStreams};
 use super::hybrid::Claims;
 use super::segments::{Operand, StepInputs, TableStep};
 use crate::error::{Error, Result};
-use crate::flow::ring::Ring;
 use crate::flow::{InFlight, Mark, Marks, Pipeline};
 use crate::memory::{Allocator, Lease};
 use crate::plan::{Chunk, Piece};
@@ -78,10 +79,6 @@ const SLOT_ALIGN_BYTES: u64 = 64;
 /// An f32 each for scale and skip.
 const FLAG_BYTES: [u64; 2] = [4; 2];
 
-fn ring_parts(slots: usize, slot_bytes: u64) -> Vec<u64> {
-    vec![slot_bytes.next_multiple_of(ALIGN_BYTES); 2 * slots]
-}
-
 /// What the host's part of one step did.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct HostStats {
@@ -101,23 +98,15 @@ pub struct HostStats {
     pub update_wait_ns: u64,
 }
 
-#[derive(Debug)]
-struct LaneSlot {
-    region: Region,
-    landed: Arc<Mark>,
-    sent: Arc<Mark>,
-}
-
-/// The host's threads, a pinned ring and two streams; several states may share them.
+/// One optimizer's part on the host. Threads, ring and streams are shared with others that want the same.
 #[derive(Debug)]
 pub(super) struct HostLane {
     device: SharedDevice,
-    threads: HostThreads,
-    marks: Arc<Marks>,
-    ring: Ring<usize, Arc<Mark>>,
-    slots: Vec<LaneSlot>,
-    down: Stream,
-    up: Stream,
+    threads: Arc<HostThreads>,
+    streams: Arc<LaneStreams>,
+    /// `None` if all parameters lie on the host.
+    slots: Option<HostSlots>,
+    slot_bytes: u64,
     /// What the caller's stream had reached when the step began; and the end of the last copy up.
     ready: Arc<Mark>,
     ended: Arc<Mark>,
@@ -125,44 +114,24 @@ pub(super) struct HostLane {
     flags: Lease<Slab>,
     flags_landed: Arc<Mark>,
     stats: Mutex<HostStats>,
-    slot_bytes: u64,
-    /// The slots' memory; `None` if all parameters lie on the host.
-    slab: Option<Lease<Slab>>,
+    /// Set by tests: the next update fails on a thread.
+    fails_next: AtomicBool,
 }
 
-/// A slot of the lane, owned until dropped. It goes back with the mark that ends what was accepted of its work.
-struct HeldSlot<'a> {
-    lane: &'a HostLane,
-    index: usize,
-    end: Option<Arc<Mark>>,
-}
-
-impl<'a> HeldSlot<'a> {
-    fn slot(&self) -> &LaneSlot {
-        &self.lane.slots[self.index]
-    }
-
-    /// Submits copies to or from the slot; `end` marks their end, even if some were refused.
-    fn transfer(
-        mut self,
-        stream: &Stream,
-        pairs: &[(Region, Region)],
-        end: fn(&LaneSlot) -> &Arc<Mark>,
-    ) -> Result<InFlight<Self>> {
-        let end = end(self.slot()).clone();
-        let outcome = self.lane.device.copy_all(stream, pairs);
-        let recorded = end.record(stream);
-        self.end = Some(end.clone());
-        outcome?;
-        recorded?;
-        Ok(InFlight::until(self, end))
-    }
-}
-
-impl Drop for HeldSlot<'_> {
-    fn drop(&mut self) {
-        self.lane.ring.release(self.index, self.end.take());
-    }
+/// Submits copies to or from a slot; `end` marks their end, even if some were refused.
+fn transfer<'a>(
+    mut held: HeldSlot<'a>,
+    stream: &Stream,
+    pairs: &[(Region, Region)],
+    end: fn(&LaneSlot) -> &Arc<Mark>,
+) -> Result<InFlight<HeldSlot<'a>>> {
+    let end = end(held.slot()).clone();
+    let outcome = held.device().copy_all(stream, pairs);
+    let recorded = end.record(stream);
+    held.end = Some(end.clone());
+    outcome?;
+    recorded?;
+    Ok(InFlight::until(held, end))
 }
 
 /// Consecutive elements of one tensor that has a gradient.
@@ -202,49 +171,39 @@ struct Passage<'a, S> {
 }
 
 impl HostLane {
-    /// Starts the threads and pins the ring; no slots are needed if all parameters lie on the host.
+    /// Starts the threads and pins the ring, unless others have them; no slots are needed if all parameters lie on the
+    /// host.
     pub(super) fn new(memory: &Allocator, options: &HostOptions, slots: usize, slot_bytes: u64) -> Result<Self> {
         let device = memory.device().clone();
         let marks = Marks::new(device.clone());
         let mut lane = Self {
-            threads: HostThreads::new(options)?,
-            ring: Ring::new(0..0),
-            slots: Vec::new(),
-            down: device.stream("down")?,
-            up: device.stream("up")?,
+            threads: HostThreads::shared(options)?,
+            streams: LaneStreams::of(&device)?,
+            slots: None,
+            slot_bytes,
             ready: marks.take()?,
             ended: marks.take()?,
             flags: memory.pin(&FLAG_BYTES)?,
             flags_landed: marks.take()?,
-            marks,
             stats: Mutex::default(),
-            slot_bytes,
-            slab: None,
+            fails_next: AtomicBool::new(false),
             device,
         };
         lane.open_ring(memory, slots)?;
         Ok(lane)
     }
 
-    /// Pins the ring if there is none yet: twice as many slots as the plan has, of the same size. A slot spends most of
-    /// its time waiting, first for its turn on the copy down and then on the copy up.
+    /// Pins the ring or joins its users, if it does not use one yet.
     pub(super) fn open_ring(&mut self, memory: &Allocator, slots: usize) -> Result<()> {
-        if slots == 0 || self.slab.is_some() {
-            return Ok(());
+        if slots > 0 && self.slots.is_none() {
+            self.slots = Some(HostSlots::open(memory, slots, self.slot_bytes)?);
         }
-        let slab = memory.pin(&ring_parts(slots, self.slot_bytes))?;
-        let slot = |i| -> Result<LaneSlot> {
-            Ok(LaneSlot { region: slab.part(i)?, landed: self.marks.take()?, sent: self.marks.take()? })
-        };
-        self.slots = (0..2 * slots).map(slot).collect::<Result<_>>()?;
-        self.ring = Ring::new(0..2 * slots);
-        self.slab = Some(slab);
         Ok(())
     }
 
     /// Bytes that a lane with this many slots pins.
     pub(super) fn bytes_to_pin(slots: usize, slot_bytes: u64) -> Result<u64> {
-        let ring = if slots == 0 { 0 } else { SlabLayout::new(&ring_parts(slots, slot_bytes))?.bytes() };
+        let ring = if slots == 0 { 0 } else { HostSlots::bytes_to_pin(slots, slot_bytes)? };
         Ok(SlabLayout::new(&FLAG_BYTES)?.bytes() + ring)
     }
 
@@ -253,14 +212,19 @@ impl HostLane {
         &self.threads
     }
 
+    /// Makes the next update fail on a thread, for tests.
+    pub(super) fn fail_next_update(&self) {
+        self.fails_next.store(true, Relaxed);
+    }
+
     /// Pinned bytes, nearly all of them the ring's.
     pub(super) fn pinned_bytes(&self) -> u64 {
-        self.flags.bytes() + self.slab.as_ref().map_or(0, |slab| slab.bytes())
+        self.flags.bytes() + self.slots.as_ref().map_or(0, HostSlots::bytes)
     }
 
     /// Slots that nobody owns; all of them between steps.
     pub(super) fn idle_slots(&self) -> usize {
-        self.ring.idle()
+        self.slots.as_ref().map_or(0, HostSlots::idle)
     }
 
     /// What the last step did.
@@ -268,22 +232,22 @@ impl HostLane {
         *lock(&self.stats)
     }
 
-    /// Blocks until every copy down and up has ended.
+    /// Blocks until every copy down and up of this optimizer has ended.
     pub(super) fn drain(&self) -> Result<()> {
-        self.ring.settle()
+        self.slots.as_ref().map_or(Ok(()), HostSlots::settle)
     }
 
     /// Brings a gradient down before the step, after what `stream` was given so far. The caller keeps the gradient as
     /// it is until a step or [`Self::finish_landing`] has ended.
     pub(super) fn land(&self, grad: &Region, into: &Region, stream: &Stream) -> Result<()> {
         self.ready.record(stream)?;
-        self.ready.wait(&self.down)?;
-        Ok(self.device.copy(&self.down, grad, into)?)
+        self.ready.wait(&self.streams.down)?;
+        Ok(self.device.copy(&self.streams.down, grad, into)?)
     }
 
     /// Blocks until the gradients under way have arrived.
     pub(super) fn finish_landing(&self) -> Result<()> {
-        let recorded = self.flags_landed.record(&self.down);
+        let recorded = self.flags_landed.record(&self.streams.down);
         // Also after a refusal: the gradients may be freed when this returns.
         self.wait_for_landing().and(recorded)
     }
@@ -293,11 +257,11 @@ impl HostLane {
         self.flags_landed.synchronize()
     }
 
-    /// The pipeline's streams if there is a pipeline, otherwise this lane's own.
+    /// The pipeline's streams if there is a pipeline, otherwise those of the host's part.
     fn directions<'a>(&'a self, pipeline: Option<&'a Pipeline>) -> Directions<'a> {
         match pipeline {
             Some(pipeline) => Directions { down: pipeline.store_stream(), up: pipeline.fetch_stream() },
-            None => Directions { down: &self.down, up: &self.up },
+            None => Directions { down: &self.streams.down, up: &self.streams.up },
         }
     }
 
@@ -306,15 +270,15 @@ impl HostLane {
     pub(super) fn begin(&self, inputs: &StepInputs, compute: &Stream, pipeline: Option<&Pipeline>) -> Result<()> {
         *lock(&self.stats) = HostStats::default();
         self.ready.record(compute)?;
-        self.ready.wait(&self.down)?;
+        self.ready.wait(&self.streams.down)?;
         self.ready.wait(self.directions(pipeline).down)?;
         for (i, flag) in [&inputs.grad_scale, &inputs.skip].into_iter().enumerate() {
             if let Some(flag) = flag {
-                self.device.copy(&self.down, flag, &self.flags.part(i)?)?;
+                self.device.copy(&self.streams.down, flag, &self.flags.part(i)?)?;
             }
         }
         // Also without flags: gradients that were copied earlier are there when this is reached.
-        self.flags_landed.record(&self.down)
+        self.flags_landed.record(&self.streams.down)
     }
 
     /// Ends a step: what the caller's stream is given from now on sees the new weights.
@@ -335,6 +299,7 @@ impl HostLane {
         first: Option<Sender<()>>,
     ) -> Result<()> {
         let _entered = self.device.enter()?;
+        let _turn = self.slots.as_ref().map(HostSlots::turn);
         let start = Instant::now();
         let step = Step {
             inputs,
@@ -364,13 +329,6 @@ impl HostLane {
         };
         let (scale, skip) = (flag(&inputs.grad_scale, 0)?, flag(&inputs.skip, 1)?);
         Ok(Flags { grad_scale: scale.unwrap_or(1.0), skip: skip.is_some_and(|skip| skip != 0.0) })
-    }
-}
-
-impl Drop for HostLane {
-    /// Slots may still be on their way up, from memory that goes with this.
-    fn drop(&mut self) {
-        let _ = self.drain();
     }
 }
 
@@ -410,7 +368,7 @@ impl Drop for Step<'_> {
 
 impl<'a> Step<'a> {
     fn drive(mut self, tables: &[TableStep<'a>], claims: &Claims) -> Result<HostStats> {
-        let (landing, updating) = depths(self.lane.slots.len());
+        let (landing, updating) = depths(self.lane.slots.as_ref().map_or(0, HostSlots::len));
         let capacity = self.lane.slot_bytes;
         let fits = |table: usize, chunks: Range<usize>| {
             let (table, plan) = (tables[table], tables[table].plan());
@@ -487,13 +445,12 @@ impl<'a> Step<'a> {
         if chunks.first().is_some_and(|chunk| table.plan().buckets()[chunk.bucket].on_host) {
             return Ok(Passage { table, chunks, runs, slot: None });
         }
-        if self.lane.slots.is_empty() {
+        let Some(slots) = &self.lane.slots else {
             return Err(Error::Device(DeviceError::ZeroSize { what: "the host's ring" }));
-        }
+        };
         let since = Instant::now();
-        let (index, _) = self.lane.ring.acquire()?;
+        let held = slots.acquire()?;
         self.stats.wire_wait_ns += since.elapsed().as_nanos() as u64;
-        let held = HeldSlot { lane: self.lane, index, end: None };
         let mut pairs = Vec::with_capacity(2 * runs.len());
         for run in &runs {
             let Some(binding) = table.binding(run.tensor) else { continue };
@@ -505,7 +462,7 @@ impl<'a> Step<'a> {
             pairs.push((run.of(&binding.weight, width)?, run.weight(&held, width)?));
         }
         self.stats.down_bytes += pairs.iter().map(|(from, _)| from.bytes()).sum::<u64>();
-        let slot = held.transfer(self.directions.down, &pairs, |slot| &slot.landed)?;
+        let slot = transfer(held, self.directions.down, &pairs, |slot| &slot.landed)?;
         Ok(Passage { table, chunks, runs, slot: Some(slot) })
     }
 
@@ -546,7 +503,12 @@ impl<'a> Step<'a> {
         }
         let (scalars, grad_scale) = (self.scalars.clone(), self.flags()?.grad_scale);
         let update = HostUpdate { rule: table.table.rule(), segments, scalars, grad_scale, follow_weights: true };
-        let work = self.lane.device.update_on_host(&self.lane.threads, update)?;
+        let fails = self.lane.fails_next.swap(false, Relaxed);
+        let work = if fails {
+            self.lane.threads.fail()?
+        } else {
+            self.lane.device.update_on_host(&self.lane.threads, update)?
+        };
         Ok((Passage { table, chunks, runs, slot }, work))
     }
 
@@ -562,7 +524,7 @@ impl<'a> Step<'a> {
         }
         self.stats.up_bytes += pairs.iter().map(|(from, _)| from.bytes()).sum::<u64>();
         // Back to the ring, with the mark that ends the copies.
-        let (mut held, end) = held.transfer(self.directions.up, &pairs, |slot| &slot.sent)?.into_parts();
+        let (mut held, end) = transfer(held, self.directions.up, &pairs, |slot| &slot.sent)?.into_parts();
         held.end = end;
         Ok(())
     }

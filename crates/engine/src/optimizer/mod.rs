@@ -1,14 +1,27 @@
 //! An optimizer: its state, where it lies, and one step for every placement.
 //!
-//! [`Optimizer`] owns everything that belongs to an optimizer: tables of state, the ring, the host's threads, landed
-//! gradients, the budget of pinned memory, whether the state can be trusted, and the pages that a save still needs. A
-//! [`Rule`] says which optimizer it is; the code here uses only its columns and scalars.
+//! [`Optimizer`] owns everything that belongs to an optimizer: tables of state, its use of the rings and of the host's
+//! threads, landed gradients, the budget of pinned memory, whether the state can be trusted, and the pages that a save
+//! still needs. A [`Rule`] says which optimizer it is; the code here uses only its columns and scalars.
+//!
+//! [Note: locks of several optimizers] Optimizers of a process share rings and threads. Each has one lock, which a call
+//! holds from its beginning to its end. Only [`Optimizer::snapshot`] holds the locks of several, and one snapshot at a
+//! time does. Behind its own lock a call waits for nothing that another optimizer's lock guards:
+//! - for the device's ring it waits slot by slot; its owners never wait for a second slot while they hold one, nor for a
+//!   lock of an optimizer (see [Note: users of one ring] in `flow/pipeline.rs`);
+//! - for its turn on the host's ring it waits with its own lock alone; who has the turn is in a step, and takes no lock
+//!   of an optimizer any more (see `host_ring.rs`);
+//! - for a save, with a slot or with the turn: the thread that writes a save takes no lock, no slot and no turn.
+//!
+//! So no circle of waits can close. What is dropped, perhaps by Python's collector with the GIL held, waits for work of
+//! the device only.
 //!
 //! A step goes through these files: `scalars` finds the numbers of each group, and `segments` checks and builds the
 //! operands of the kernels. Then `streamed` (the inner loop), `host_lane`, or both at once under `hybrid` run the
 //! updates.
 
 mod host_lane;
+mod host_ring;
 mod hybrid;
 mod landing;
 mod placement;
@@ -40,7 +53,7 @@ use crate::trace::Trace;
 use host_lane::HostLane;
 use hybrid::Hybrid;
 use landing::Landing;
-use scalars::{Powers, ScalarSets};
+use scalars::{Powers, ScalarSets, SharedPowers};
 use segments::{StepInputs, TableStep};
 
 /// How to make an optimizer.
@@ -89,12 +102,12 @@ pub struct Optimizer {
 
 #[derive(Debug, Default)]
 struct OptimizerInner {
-    pipeline: Option<Arc<Pipeline>>,
+    pipeline: Option<Pipeline>,
     tables: Vec<StateTable>,
     /// The host's part; made with the first table.
     hybrid: Option<Hybrid>,
     landing: Landing,
-    powers: Option<Powers>,
+    powers: Option<SharedPowers>,
     /// For backends on which torch has no streams.
     own_compute: Option<Stream>,
     /// Marks the end of work on the caller's host memory.
@@ -112,7 +125,7 @@ impl OptimizerInner {
 
     /// Waits until every store and every copy of the host's part has ended.
     fn drain(&self) -> Result<()> {
-        let stored = self.pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain());
+        let stored = self.pipeline.as_ref().map_or(Ok(()), Pipeline::drain);
         stored.and(self.hybrid.as_ref().map_or(Ok(()), |hybrid| hybrid.lane().drain()))
     }
 
@@ -189,26 +202,35 @@ impl Optimizer {
         self.lock().pipeline.is_some()
     }
 
-    /// Makes the ring, on the device itself or in memory of the caller's. What was submitted to the stream so far may
-    /// still use that memory.
+    /// Uses the ring that another optimizer of this process has on the same device, with as many slots of the same size.
+    /// Returns whether there is one; if not, [`Self::open_ring`] makes it.
+    pub fn join_ring(&self) -> Result<bool> {
+        let mut inner = self.open()?;
+        if inner.pipeline.is_none() {
+            let PlanOptions { slots, slot_bytes, .. } = self.options.plan;
+            inner.pipeline = Pipeline::join(&self.device, slots, slot_bytes)?;
+        }
+        Ok(inner.pipeline.is_some())
+    }
+
+    /// Uses a ring that is there, as [`Self::join_ring`] does, or makes one: on the device itself or in memory of the
+    /// caller's. What was submitted to the stream so far may still use that memory. A ring that this optimizer has already
+    /// is closed first.
     pub fn open_ring(&self, memory: Option<(&Buffer, Option<&Stream>)>) -> Result<()> {
         let mut inner = self.open()?;
+        inner.pipeline = None;
         let PlanOptions { slots, slot_bytes, .. } = self.options.plan;
-        let pipeline = match memory {
-            None => Pipeline::new(&self.memory, slots, slot_bytes)?,
-            Some((ring, after)) => {
-                let after = self.compute(&mut inner, after)?;
-                Pipeline::in_memory(self.device.clone(), ring, slots, slot_bytes, &after)?
-            }
-        };
-        inner.pipeline = Some(Arc::new(pipeline));
+        let after = memory.map(|(_, after)| self.compute(&mut inner, after)).transpose()?;
+        let memory = memory.map(|(ring, _)| ring).zip(after.as_ref());
+        inner.pipeline = Some(Pipeline::open(&self.device, memory, slots, slot_bytes)?);
         Ok(())
     }
 
-    /// Waits for every store and frees the ring. State stays, and [`Self::open_ring`] makes steps possible again.
+    /// Waits for every store and gives the ring up; its memory is freed if no other optimizer uses it. State stays, and
+    /// [`Self::open_ring`] makes steps possible again.
     pub fn close_ring(&self) -> Result<()> {
         let mut inner = self.open()?;
-        inner.pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain())?;
+        inner.pipeline.as_ref().map_or(Ok(()), Pipeline::drain)?;
         inner.pipeline = None;
         Ok(())
     }
@@ -226,7 +248,7 @@ impl Optimizer {
     pub fn add(&self, tensors: Vec<TensorSpec>) -> Result<usize> {
         let mut inner = self.open()?;
         let plan = StepPlan::new(tensors, self.options.plan)?;
-        made_once(&mut inner.powers, || Powers::new(&Allocator::new(self.device.clone())))?;
+        made_once(&mut inner.powers, || Powers::of(&self.device))?;
         let table = if self.options.placement == Placement::Resident {
             StateTable::resident(self.device.clone(), self.rule, Arc::new(plan))?
         } else {
@@ -328,7 +350,7 @@ impl Optimizer {
                 reason: format!("{} were added", inner.tables.len()),
             });
         }
-        let Some(powers) = &mut inner.powers else { return Ok(()) };
+        let Some(powers) = &inner.powers else { return Ok(()) };
         // With a share of its own the host can do without the ring.
         if self.options.placement.streams() && inner.hybrid.is_none() && inner.pipeline.is_none() {
             return Err(no_ring());
@@ -361,7 +383,7 @@ impl Optimizer {
             }
             _ => {
                 let outcome = self.update_tables(
-                    inner.pipeline.as_deref(),
+                    inner.pipeline.as_ref(),
                     inner.hybrid.as_ref(),
                     &steps,
                     &inputs_of_all,
@@ -451,7 +473,7 @@ impl Optimizer {
 
     /// Blocks until every store has ended.
     pub fn synchronize(&self) -> Result<()> {
-        self.lock().pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain())
+        self.lock().pipeline.as_ref().map_or(Ok(()), Pipeline::drain)
     }
 
     /// Returns when no save needs the present state any longer, so that the host may write into it.
@@ -467,13 +489,14 @@ impl Optimizer {
 
     /// The same with pages of another size.
     pub fn snapshot_in_pages(optimizers: &[&Self], page_bytes: u64, budget_bytes: u64) -> Result<Arc<Snapshot>> {
-        // Two calls that have some of the same would each wait for what the other holds.
+        // Two calls that have some of the same would each wait for what the other holds; see [Note: locks of several
+        // optimizers].
         static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
         let _mine = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
         let held = optimizers.iter().map(|optimizer| optimizer.open()).collect::<Result<Vec<_>>>()?;
         let (mut arenas, mut next) = (Vec::new(), Vec::new());
         for inner in &held {
-            inner.pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain())?;
+            inner.pipeline.as_ref().map_or(Ok(()), Pipeline::drain)?;
             for table in &inner.tables {
                 // An earlier one must have ended: a table remembers one only.
                 table.protect_all()?;
@@ -568,13 +591,13 @@ impl Optimizer {
 
     /// The spans of the last step, after [`Self::synchronize`].
     pub fn trace(&self) -> Trace {
-        self.lock().pipeline.as_ref().map_or_else(Trace::default, |pipeline| pipeline.trace())
+        self.lock().pipeline.as_ref().map_or_else(Trace::default, Pipeline::trace)
     }
 
-    /// Slots of the ring, and of the host's ring, that nobody owns: all of them between steps.
+    /// Slots of the ring, and of the host's ring, that nobody owns: all of them between steps of all that share them.
     pub fn idle_slots(&self) -> (usize, usize) {
         let inner = self.lock();
-        let ring = inner.pipeline.as_ref().map_or(0, |pipeline| pipeline.idle_slots());
+        let ring = inner.pipeline.as_ref().map_or(0, Pipeline::idle_slots);
         (ring, inner.hybrid.as_ref().map_or(0, |hybrid| hybrid.lane().idle_slots()))
     }
 
@@ -600,7 +623,7 @@ impl Optimizer {
     #[doc(hidden)]
     pub fn fail_next_host_update(&self) {
         if let Some(hybrid) = &self.lock().hybrid {
-            hybrid.lane().threads().fail_next_update();
+            hybrid.lane().fail_next_update();
         }
     }
 
@@ -609,7 +632,7 @@ impl Optimizer {
         self.lock().closed
     }
 
-    /// Frees ring and state. Memory that is still held elsewhere stays until it is not.
+    /// Frees state, and the rings if no other optimizer uses them. Memory that is still held elsewhere stays until it is not.
     pub fn close(&self) -> Result<()> {
         let mut inner = self.lock();
         let drained = inner.drain();

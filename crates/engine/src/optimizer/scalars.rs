@@ -2,11 +2,14 @@
 //! every placement.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use forebay_device::{Buffer, Event, Kernel, Rule, ScalarInputs, Scalars, SharedDevice, Slab, Stream};
 
 use crate::error::{Error, Result};
+use crate::flow::{Shared, SharedKey};
 use crate::memory::{Allocator, Lease};
+use crate::sync::{Mutex, lock};
 
 /// Bytes of a power, an f32.
 const POWER_BYTES: u64 = 4;
@@ -45,7 +48,13 @@ impl<'a> ScalarSets<'a> {
     }
 
     /// The set of a parameter of this many elements at its next update; advances its counter if the rule counts it.
-    pub(super) fn advance(&mut self, powers: &mut Powers, group: u32, steps: &mut f32, elements: u64) -> Result<u32> {
+    pub(super) fn advance(
+        &mut self,
+        powers: &Mutex<Powers>,
+        group: u32,
+        steps: &mut f32,
+        elements: u64,
+    ) -> Result<u32> {
         let Some(hypers) = self.groups.get(group as usize) else {
             return Err(Error::InvalidOption {
                 option: "group",
@@ -65,7 +74,7 @@ impl<'a> ScalarSets<'a> {
         let index = match self.index.get(&key) {
             Some(&index) => index,
             None => {
-                self.scalars.push(powers.scalars(self.rule, hypers, key.step, key.kind)?);
+                self.scalars.push(lock(powers).scalars(self.rule, hypers, key.step, key.kind)?);
                 self.scalars.len() as u32 - 1
             }
         };
@@ -101,10 +110,20 @@ pub(super) struct Powers {
     runs: Vec<PowerRun>,
 }
 
+/// Powers that several optimizers use.
+pub(super) type SharedPowers = Arc<Mutex<Powers>>;
+
 impl Powers {
+    /// Those of a device, for all its optimizers.
+    pub(super) fn of(device: &SharedDevice) -> Result<SharedPowers> {
+        static POWERS: Shared<Mutex<Powers>> = Shared::new();
+        let make = || Ok(Mutex::new(Self::new(device)?));
+        POWERS.find_or_make(SharedKey::new(device, 0, 0), |powers| lock(powers).is_sound(), make)
+    }
+
     /// Allocates what filling the table needs.
-    pub(super) fn new(memory: &Allocator) -> Result<Self> {
-        let device = memory.device().clone();
+    fn new(device: &SharedDevice) -> Result<Self> {
+        let (memory, device) = (Allocator::new(device.clone()), device.clone());
         Ok(Self {
             stream: device.stream("powers")?,
             scratch: memory.alloc(BLOCK * POWER_BYTES)?,
@@ -113,6 +132,11 @@ impl Powers {
             runs: Vec::new(),
             device,
         })
+    }
+
+    /// Whether its stream takes work: new users must not get one that died.
+    fn is_sound(&self) -> bool {
+        self.device.record(&self.done, &self.stream).is_ok()
     }
 
     /// `base^t`.
@@ -156,7 +180,7 @@ mod tests {
     use super::*;
 
     fn powers() -> Powers {
-        Powers::new(&Allocator::new(forebay_device::open("cpu").unwrap())).unwrap()
+        Powers::new(&forebay_device::open("cpu").unwrap()).unwrap()
     }
 
     #[test]

@@ -10,9 +10,10 @@ use crate::flow::RunStats;
 pub struct OptimizerStats {
     /// The streamed part.
     pub streamed: RunStats,
-    /// Bytes of the ring on the device.
+    /// Bytes of the ring on the device. Each optimizer that shares a ring reports all of it.
     pub device_bytes: u64,
-    /// Bytes of pinned host memory: state, and where there are any the host's ring and gradients.
+    /// Bytes of pinned host memory: state, and where there are any the host's ring and gradients. Each optimizer that
+    /// shares the host's ring reports all of it.
     pub pinned_bytes: u64,
     /// How often the step waited for a save, and for how long.
     pub save_stalls: u64,
