@@ -34,8 +34,24 @@ impl Script {
 
     fn at(&mut self, event: PassEvent, call: usize, (allocated_bytes, peak_bytes, held_bytes): (u64, u64, u64)) {
         let at_ns = self.now;
-        let sample = PassSample { event, call, at_ns, host_ns: 3 * at_ns, allocated_bytes, peak_bytes, held_bytes };
+        let sample = PassSample {
+            event,
+            call,
+            at_ns,
+            host_ns: 3 * at_ns,
+            allocated_bytes,
+            peak_bytes,
+            held_bytes,
+            gradient_bytes: 0,
+            peak_gradient_bytes: 0,
+        };
         self.pass.samples.push(sample);
+    }
+
+    /// Gradients at the last sample, and at the peak before it.
+    fn made(&mut self, gradient_bytes: u64, peak_gradient_bytes: u64) {
+        let last = self.pass.samples.last_mut().unwrap();
+        (last.gradient_bytes, last.peak_gradient_bytes) = (gradient_bytes, peak_gradient_bytes);
     }
 
     fn forward(&mut self, call: usize, ns: u64, peak_bytes: u64) {
@@ -90,6 +106,33 @@ fn calls_of_a_family_lend_each_other_figures() {
     }
     assert_eq!(cost.layers[0].backward_bytes, 9500 - 5000 - 600);
     assert_eq!(cost.layers[1].backward_bytes, 9000 - 400 - 5000 - 600);
+}
+
+#[test]
+fn gradients_are_counted_at_the_peak_of_each_backward_pass() {
+    let mut script = alike(4);
+    // The tail makes 30, and had 20 of them at its peak. Calls 2 and 1 make 100 each; call 3 was left out.
+    script.backward(2, 250);
+    script.made(30, 20);
+    script.backward(1, 250);
+    script.made(130, 90);
+    script.backward(0, 250);
+    // The peak came after all of them.
+    script.made(230, 230);
+    let cost = script.cost();
+    let made = |call: usize| (cost.layers[call].base_gradient_bytes, cost.layers[call].gradient_bytes);
+    assert_eq!(cost.tail_gradient_bytes, 20);
+    assert_eq!([made(2), made(1), made(0)], [(30, 90), (130, 230), (230, 230)]);
+    // A call that saves more than its peak was: the peak is as it begins, before it makes gradients.
+    let calls = [(Some(0), false), (Some(0), false)];
+    let mut script = Script::new(vec![CallKind { saved_bytes: 4000, ..kind("Block", 1) }], &calls);
+    script.forward(0, 100, 6000);
+    script.forward(1, 100, 6000);
+    script.backward(1, 250);
+    script.made(30, 30);
+    script.backward(0, 250);
+    script.made(130, 90);
+    assert_eq!(script.cost().layers[1].gradient_bytes, 30);
 }
 
 #[test]

@@ -29,6 +29,8 @@ fn decoder(i: usize) -> LayerCost {
         forward_bare_bytes: 2500 * MIB,
         backward_base_bytes: 224 * MIB,
         backward_bytes: 4700 * MIB,
+        base_gradient_bytes: 0,
+        gradient_bytes: 0,
         tensors: vec![
             tensor("qkv", 144 * MIB, 1_000_000),
             tensor("attention", 112 * MIB, 1_200_000),
@@ -44,6 +46,7 @@ fn decoders(n: usize) -> PassCost {
     PassCost {
         layers: (0..n).map(decoder).collect(),
         tail_bytes: 600 * MIB,
+        tail_gradient_bytes: 0,
         outside_ns: 3_000_000,
         store_gbps: 54.0,
         fetch_gbps: 54.0,
@@ -89,6 +92,49 @@ fn a_budget_that_is_too_small_is_refused_with_what_would_do() {
     };
     assert_eq!(option, "budget_bytes");
     assert!(remedy.contains(&least.to_string()) && remedy.contains("the backward pass of layer"), "{remedy}");
+}
+
+fn refused(cost: &PassCost, budget: u64) -> String {
+    let Err(Error::InvalidOption { remedy, .. }) = ActivationPlan::new(cost, budget) else {
+        panic!("a budget below the least was accepted");
+    };
+    remedy
+}
+
+#[test]
+fn the_refusal_says_how_much_of_the_least_is_gradients() {
+    assert!(!refused(&decoders(4), 1).contains("gradients"));
+    let mut cost = decoders(4);
+    for (i, layer) in cost.layers.iter_mut().enumerate() {
+        let made = (3 - i as u64) * GIB;
+        layer.backward_base_bytes += made;
+        layer.backward_bytes += GIB;
+        (layer.base_gradient_bytes, layer.gradient_bytes) = (made, made + GIB / 2);
+    }
+    let least = ActivationPlan::frugal(&cost).peak_bytes;
+    let remedy = refused(&cost, 1);
+    let expected = format!("layer 0 needs at least {least} bytes under every plan, of which about {} are", 7 * GIB / 2);
+    assert!(remedy.contains(&expected) && remedy.contains("set_to_none=False"), "{remedy}");
+    // What is recomputed takes more than was measured, before the layer makes gradients.
+    cost.layers[0].saved_bytes = cost.layers[0].backward_bytes + 1;
+    let remedy = refused(&cost, 1);
+    assert!(remedy.contains(&format!("about {} are gradients", 3 * GIB)), "{remedy}");
+    let cost = PassCost { tail_bytes: 99 * GIB, tail_gradient_bytes: 5 * GIB, ..cost };
+    let remedy = refused(&cost, 1);
+    assert!(remedy.starts_with("the loss needs at least") && remedy.contains(&(5 * GIB).to_string()), "{remedy}");
+}
+
+#[test]
+fn gradients_do_not_grow_with_the_tokens() {
+    let mut cost = decoders(1);
+    (cost.layers[0].base_gradient_bytes, cost.layers[0].gradient_bytes) = (100 * MIB, 800 * MIB);
+    (cost.tail_bytes, cost.tail_gradient_bytes) = (600 * MIB, 50 * MIB);
+    let twice = cost.scaled(2048, 1024);
+    assert_eq!(twice.layers[0].backward_base_bytes, 2 * (224 - 100) * MIB + 100 * MIB);
+    assert_eq!(twice.layers[0].backward_bytes, 2 * (4700 - 700) * MIB + 700 * MIB);
+    assert_eq!(twice.tail_bytes, 2 * 550 * MIB + 50 * MIB);
+    assert_eq!(twice.layers[0].gradient_bytes, 800 * MIB);
+    assert_eq!(twice.layers[0].forward_saving_bytes, 2 * 3700 * MIB);
 }
 
 /// Two layers that are recomputed: while the second is, the first one's inputs, which do not lie in what it saves, arrive.
@@ -205,6 +251,8 @@ impl Draw {
             forward_bare_bytes: self.below(500),
             backward_base_bytes: self.below(300),
             backward_bytes: saved_bytes + self.below(800),
+            base_gradient_bytes: 0,
+            gradient_bytes: 0,
         }
     }
 
@@ -212,6 +260,7 @@ impl Draw {
         PassCost {
             layers: (0..1 + self.below(layers)).map(|_| self.layer()).collect(),
             tail_bytes: self.below(3000),
+            tail_gradient_bytes: 0,
             outside_ns: self.below(5000),
             store_gbps: (1 + self.below(300)) as f64 / 100.0,
             fetch_gbps: (1 + self.below(300)) as f64 / 100.0,
@@ -299,6 +348,8 @@ fn any_layer(tensors: usize) -> impl Strategy<Value = LayerCost> {
             forward_bare_bytes: bare,
             backward_base_bytes,
             backward_bytes: saved_bytes + work,
+            base_gradient_bytes: 0,
+            gradient_bytes: 0,
             tensors,
         }
     })
@@ -309,6 +360,7 @@ fn any_pass(layers: usize, tensors: usize) -> impl Strategy<Value = PassCost> {
     (prop::collection::vec(any_layer(tensors), 1..=layers), wires).prop_map(|(layers, wires)| PassCost {
         layers,
         tail_bytes: wires.2,
+        tail_gradient_bytes: 0,
         outside_ns: wires.3,
         store_gbps: wires.0,
         fetch_gbps: wires.1,

@@ -39,9 +39,11 @@ pub(crate) struct PassSample(plan::PassSample);
 impl PassSample {
     /// The event is "begin", "enter", "leave", "open" or "end"; the call counts for the middle three. Times are since the
     /// pass began on the device's clock, and on the host's; bytes are allocated now, at the peak since the sample before,
-    /// and held for saved tensors that leave or arrive.
+    /// and held for saved tensors that leave or arrive; gradients that the pass has made are counted now and at the peak.
     #[new]
-    #[pyo3(signature = (event, *, call, at_ns, host_ns, allocated_bytes, peak_bytes, held_bytes))]
+    #[pyo3(signature = (
+        event, *, call, at_ns, host_ns, allocated_bytes, peak_bytes, held_bytes, gradient_bytes, peak_gradient_bytes
+    ))]
     #[expect(clippy::too_many_arguments, reason = "one sample, each figure named")]
     fn new(
         py: Python<'_>,
@@ -52,6 +54,8 @@ impl PassSample {
         allocated_bytes: u64,
         peak_bytes: u64,
         held_bytes: u64,
+        gradient_bytes: u64,
+        peak_gradient_bytes: u64,
     ) -> PyResult<Self> {
         guard::run(py, || {
             let event = match event {
@@ -68,7 +72,17 @@ impl PassSample {
                     });
                 }
             };
-            Ok(Self(plan::PassSample { event, call, at_ns, host_ns, allocated_bytes, peak_bytes, held_bytes }))
+            Ok(Self(plan::PassSample {
+                event,
+                call,
+                at_ns,
+                host_ns,
+                allocated_bytes,
+                peak_bytes,
+                held_bytes,
+                gradient_bytes,
+                peak_gradient_bytes,
+            }))
         })
     }
 }

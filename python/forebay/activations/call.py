@@ -1,8 +1,9 @@
-"""Wrappers around the calls of layers, of the model and of its checkpoint function."""
+"""Wrappers around the calls of layers and of the model."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +22,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from forebay.activations.saved import SavedTensor, Saver, UnmanagedTensor
+    from forebay.activations.switch import Switch
 
 _CALL = "_compiled_call_impl"
 """The attribute that ``Module.__call__`` calls if it is set, outside of compiled code and of the module's hooks."""
-_CHECKPOINT = "_gradient_checkpointing_func"
-"""Where models of transformers keep the function that recomputes a layer."""
+
+
+class _Running(threading.local):
+    """The layer that a thread runs under a checkpoint that :class:`Layer` controls."""
+
+    layer: Layer | None = None
+
+
+_running = _Running()
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
@@ -60,7 +69,7 @@ class Layer:
     """Wraps the calls of one layer and offloads its saved tensors."""
 
     advice = (
-        "call forebay.offload_activations after gradient_checkpointing_enable, or remove that checkpoint and use "
+        "call forebay.offload_activations after that checkpoint was put around the layer, or remove it and use "
         "recompute=True"
     )
 
@@ -71,6 +80,8 @@ class Layer:
         self.cache_index = _kv_cache.index_of(module)
         self.fixed: set[int] | None = None
         self.device = _device.default_device()
+        # The model's own checkpointing, which may be switched off and on.
+        self.switch: Switch | None = None
 
     def install(self) -> None:
         """Replace the module's call. Avoids ``__setattr__``, which a compiled module redirects."""
@@ -100,22 +111,39 @@ class Layer:
         # A replica of DataParallel has a copy of the module's attributes, but parameters of its own.
         if (replica := frames.called_replica(self.module)) is not None:
             return replica._call_impl(*args, **kwargs)
-        if _saves_nothing():
-            return self.inner(*args, **kwargs)
-        device = self.device_of(args, kwargs)
-        self.compute_on(device)
-        if not _device.is_supported(device):
+        switched = self.switch is not None and self.switch.follow_at(self.module)
+        if not self.takes(args, kwargs):
             return self.inner(*args, **kwargs)
         if frames.inside_checkpoint():
-            self.warn_inside()
+            if not switched and _running.layer is not self:
+                self.warn_inside()
             return self.inner(*args, **kwargs)
         return self.call(args, kwargs)
+
+    def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call saves tensors that can be offloaded. Sets the device of the call."""
+        if _saves_nothing():
+            return False
+        device = self.device_of(args, kwargs)
+        self.compute_on(device)
+        return _device.is_supported(device)
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the layer, recomputed or not."""
         call = self.recomputed(args, kwargs) if self.recompute and not self.keep else None
         with self.entered():
             return call.run(self.device) if call is not None else self.inner(*args, **kwargs)
+
+    def checkpointed(
+        self, function: Callable[..., Any], call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call the layer under the model's own checkpoint, offloading what that saves: the layer's inputs."""
+        before, _running.layer = _running.layer, self
+        try:
+            with self.entered():
+                return function(call, *args, **kwargs)
+        finally:
+            _running.layer = before
 
     def recomputed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecomputedCall | None:
         """Return the call as a recomputed call; None if it cannot be recomputed."""
@@ -130,10 +158,9 @@ class Layer:
 
     def warn_inside(self) -> None:
         """Warn that a checkpoint around the layer leaves nothing to offload."""
-        if not isinstance(self.module.__dict__.get(_CHECKPOINT), OffloadedCheckpoint):
-            self.warn_once(
-                f"runs inside a checkpoint that forebay does not control, so nothing of it is offloaded; {self.advice}"
-            )
+        self.warn_once(
+            f"runs inside a checkpoint that forebay does not control, so nothing of it is offloaded; {self.advice}"
+        )
 
     def warn_once(self, text: str) -> None:
         """Warn about the layer, once for all layers."""
@@ -181,15 +208,12 @@ class Layer:
         return self.fixed
 
 
-def _same(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
-
-
 def _do_nothing(*_: Any) -> None:
     """Replace a hook in a copy of a model."""
 
 
-def _no_hook() -> Callable[..., None]:
+def no_hook() -> Callable[..., None]:
+    """Return what a hook is in a copy of a model."""
     return _do_nothing
 
 
@@ -205,12 +229,12 @@ def _warn_compiled() -> None:
 class Begins:
     """A hook that runs before the call of the model."""
 
-    def __init__(self, layers: list[Layer], begin: Callable[[], None] | None = None) -> None:
-        self.layers, self.begin = layers, begin
+    def __init__(self, layers: list[Layer], switch: Switch, begin: Callable[[], None] | None = None) -> None:
+        self.layers, self.switch, self.begin = layers, switch, begin
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the model is not offloaded.
-        return (_no_hook, ())
+        return (no_hook, ())
 
     def __call__(self, *_: Any) -> None:
         """Make sure that layers are called through their :class:`Layer`; under a budget a pass begins."""
@@ -219,6 +243,7 @@ class Begins:
             return
         for layer in self.layers:
             layer.stay_installed()
+        self.switch.follow()
         if self.begin is not None:
             self.begin()
 
@@ -230,60 +255,9 @@ class Ends:
         self.end = end
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_no_hook, ())
+        return (no_hook, ())
 
     def __call__(self, *_: Any) -> None:
         """Record that the model has returned."""
         if not torch.compiler.is_compiling():
             self.end()
-
-
-class OffloadedCheckpoint:
-    """Wraps a checkpoint function of transformers, so that hooks are outside the checkpoint, not inside."""
-
-    def __init__(self, function: Callable[..., Any], layers: dict[int, Layer]) -> None:
-        self.function, self.layers = function, layers
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copy of the model is not offloaded.
-        return (_same, (self.function,))
-
-    def __call__(self, call: Any, *args: Any, **kwargs: Any) -> Any:
-        """Recompute a layer, offloading its inputs."""
-        owner = getattr(getattr(call, "func", call), "__self__", None)
-        layer = self.layers.get(id(owner))
-        if layer is None or _saves_nothing() or frames.inside_checkpoint():
-            return self.function(call, *args, **kwargs)
-        device = layer.device_of(args, kwargs)
-        layer.compute_on(device)
-        if not _device.is_supported(device):
-            return self.function(call, *args, **kwargs)
-        with layer.entered():
-            return self.function(call, *args, **kwargs)
-
-
-def is_checkpointed(model: torch.nn.Module) -> bool:
-    """Whether a model of transformers has its gradient checkpointing switched on."""
-    return any(
-        getattr(module, "gradient_checkpointing", False) is True and module.__dict__.get(_CHECKPOINT) is not None
-        for module in model.modules()
-    )
-
-
-def wrap_checkpoints(model: torch.nn.Module, layers: list[Layer]) -> list[Callable[[], None]]:
-    """Wrap the checkpoint functions that a model has switched on; return functions that undo it."""
-    undo: list[Callable[[], None]] = []
-    by_id = {id(layer.module): layer for layer in layers}
-    for module in model.modules():
-        function = module.__dict__.get(_CHECKPOINT)
-        wanted = getattr(module, "gradient_checkpointing", False)
-        if function is None or isinstance(function, OffloadedCheckpoint) or not wanted:
-            continue
-        module.__dict__[_CHECKPOINT] = OffloadedCheckpoint(function, by_id)
-
-        def restore(module: torch.nn.Module = module, function: Any = function) -> None:
-            if isinstance(module.__dict__.get(_CHECKPOINT), OffloadedCheckpoint):
-                module.__dict__[_CHECKPOINT] = function
-
-        undo.append(restore)
-    return undo

@@ -13,9 +13,10 @@ from forebay import _checks, _device
 from forebay.activations import saved as _saved
 from forebay.activations.budget.controller import Budget
 from forebay.activations.budget.layer import PlannedLayer
-from forebay.activations.call import Begins, Ends, Layer, is_checkpointed, is_offloaded, wrap_checkpoints
+from forebay.activations.call import Begins, Ends, Layer, is_offloaded
 from forebay.activations.find import compiled_around, find_layers
 from forebay.activations.saved import Saver
+from forebay.activations.switch import Switch
 from forebay.errors import OptionError
 
 if TYPE_CHECKING:
@@ -204,8 +205,9 @@ def offload_activations(
 ) -> ActivationOffload:
     """Offload the tensors that a model's layers save: to the host in the forward pass, back in the backward pass.
 
-    Gradients are the same, bit for bit. The model is not changed. Call ``gradient_checkpointing_enable`` before this
-    function. Layers may be compiled, before or after; the whole model may not.
+    Gradients are the same, bit for bit. The model is not changed. Gradient checkpointing of ``transformers`` may be
+    switched on and off before and after, as trainers do: while it is on, the inputs of layers are offloaded, and under
+    a budget the plan decides instead of it. Layers may be compiled, before or after; the whole model may not.
 
     Parameters
     ----------
@@ -285,11 +287,12 @@ def offload_activations(
         Layer(saver, number, module, keep=number >= len(found) - last, recompute=recompute)
         for number, module in enumerate(found)
     ]
-    hook = model.register_forward_pre_hook(Begins(wrapped), prepend=True)
-    undo = [*wrap_checkpoints(model, wrapped), hook.remove]
+    switch = Switch(model, wrapped)
+    hook = model.register_forward_pre_hook(Begins(wrapped, switch), prepend=True)
+    switch.install()
     for layer in wrapped:
         layer.install()
-    return ActivationOffload(saver, wrapped, undo)
+    return ActivationOffload(saver, wrapped, [switch.remove, hook.remove])
 
 
 def _planned(
@@ -303,11 +306,6 @@ def _planned(
     pinned_budget_bytes: int | None,
 ) -> ActivationOffload:
     """Set a model up to follow a plan."""
-    if is_checkpointed(model):
-        raise OptionError(
-            "the model recomputes its layers already; budget_bytes decides what is recomputed, so call "
-            "gradient_checkpointing_disable() first"
-        )
     tensor = next((t for t in (*model.parameters(), *model.buffers()) if _device.is_supported(t.device)), None)
     whole = _device.total_memory(tensor.device) if tensor is not None else None
     if limit is not None and whole is not None and limit >= whole:
@@ -317,14 +315,23 @@ def _planned(
         )
         warnings.warn(f"{idle}; use a smaller budget, or remove this call", stacklevel=3)
         return ActivationOffload(saver, [], [], idle=idle)
-    budget = Budget(saver, limit, share, may_recompute=may_recompute, pinned_budget_bytes=pinned_budget_bytes)
+    budget = Budget(
+        saver,
+        limit,
+        share,
+        may_recompute=may_recompute,
+        pinned_budget_bytes=pinned_budget_bytes,
+        model=model,
+    )
     wrapped = [PlannedLayer(saver, number, module, budget) for number, module in enumerate(found)]
     budget.adopt(wrapped)
-    begins = model.register_forward_pre_hook(Begins(list(wrapped), budget.model_begins), prepend=True)
+    switch = Switch(model, list(wrapped))
+    begins = model.register_forward_pre_hook(Begins(list(wrapped), switch, budget.model_begins), prepend=True)
     ends = model.register_forward_hook(Ends(budget.model_ends), always_call=True)
+    switch.install()
     for layer in wrapped:
         layer.install()
-    return ActivationOffload(saver, list(wrapped), [begins.remove, ends.remove], budget)
+    return ActivationOffload(saver, list(wrapped), [switch.remove, begins.remove, ends.remove], budget)
 
 
 _savers: dict[tuple[Any, ...], Saver] = {}

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 
-import forebay
 from forebay.activations.budget import controller as _budget
 from forebay.activations.budget.controller import MEASURING
 from support.budget import Counted, CountedMeter, budgeted, by_chance, peak_of
@@ -66,16 +65,6 @@ def test_a_tight_budget_recomputes_and_a_loose_one_does_not(
         meter = CountedMeter(device, counted)
         monkeypatch.setattr(_budget, "meter_of", lambda _: meter)
         run()
-
-
-def test_gradient_checkpointing_of_the_model_is_refused(device: torch.device) -> None:
-    model = tiny("qwen2", device)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    with pytest.raises(forebay.OptionError, match=r"call gradient_checkpointing_disable\(\) first"):
-        budgeted(model, LARGE)
-    model.gradient_checkpointing_disable()
-    with budgeted(model, LARGE):
-        hf_step(model, device)
 
 
 def test_training_in_evaluation_mode(device: torch.device) -> None:

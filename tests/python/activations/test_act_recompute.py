@@ -123,16 +123,6 @@ def test_compiled_layers_of_models_of_transformers(how: str, device: torch.devic
         assert_nothing_left(handle)
 
 
-def test_checkpointing_that_is_switched_on_later_is_named(device: torch.device) -> None:
-    model = tiny("qwen2", device)
-    expected = hf_step(model, device)
-    with offloaded(model) as handle:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        with pytest.warns(UserWarning, match="offload_activations after gradient_checkpointing_enable"):
-            assert_same(expected, hf_step(model, device))
-        assert handle.stats()["stored_bytes"] == 0
-
-
 def test_copies_of_models_of_transformers(device: torch.device) -> None:
     model = tiny("qwen2", device)
     expected = hf_step(model, device)

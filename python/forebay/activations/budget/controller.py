@@ -21,6 +21,7 @@ import torch
 
 from forebay import _core
 from forebay._device import CPU, Clock, Meter, total_memory
+from forebay.activations.budget.gradients import GradientCount
 from forebay.activations.budget.passes import (
     Kind,
     Pass,
@@ -35,6 +36,7 @@ from forebay.activations.budget.passes import (
 )
 from forebay.activations.budget.probe import Probe
 from forebay.activations.budget.workload import Link, Measurement, Workload, ways_of
+from forebay.activations.switch import has_switch, is_on
 from forebay.errors import OptionError
 
 if TYPE_CHECKING:
@@ -82,11 +84,15 @@ class Budget:
         *,
         may_recompute: bool,
         pinned_budget_bytes: int | None,
+        model: torch.nn.Module,
     ) -> None:
         self.saver, self.limit, self.share, self.may_recompute = saver, limit, share, may_recompute
         self.pinned_budget_bytes = pinned_budget_bytes
+        self.model: torch.nn.Module | None = model
         self.layers: list[PlannedLayer] = []
         self.modules: list[torch.nn.Module] = []
+        # Modules inside of layers that have a checkpointing of their own.
+        self.switches: list[torch.nn.Module] = []
         # The calls of a pass in their order, and their numbers. Replaced, not changed: each pass keeps its own.
         self.places: list[Place] = []
         self.numbers: dict[Place, int] = {}
@@ -115,7 +121,11 @@ class Budget:
 
     def forget(self) -> None:
         """Drop the layers. The last plan and its figures can still be shown."""
-        self.layers, self.modules, self.workloads, self.ended, self.flying = [], [], {}, [], []
+        for ref in self.flying:
+            if (state := ref()) is not None:
+                state.finish()
+        self.layers, self.modules, self.switches, self.model = [], [], [], None
+        self.workloads, self.ended, self.flying = {}, [], []
         self.last, self.local = None, ThreadState()
 
     # What happens in a pass.
@@ -193,7 +203,10 @@ class Budget:
         makes = trained is not None and trained.grad is None
         if not self.modules or self.workload.cost is None:
             self.modules = [module for layer in self.layers for module in layer.module.modules()]
-        key = (makes, state_of(self.modules), *alike(tensors, self.clock.device))
+            layers = {layer.module for layer in self.layers}
+            self.switches = [module for module in self.modules if has_switch(module) and module not in layers]
+        switched = tuple(map(is_on, self.switches))
+        key = (makes, switched, state_of(self.modules), *alike(tensors, self.clock.device))
         workload = self.workload = self.workloads.setdefault(key, Workload(tokens))
         run: PlanRun | None = None
         if workload.cost is None:
@@ -211,6 +224,8 @@ class Budget:
         if watched:
             self._read_peak()
             self.flying = [*(ref for ref in self.flying if not _is_over(ref())), weakref.ref(found)]
+        if stage == MEASURING - 1 and self.meter.is_known and self.model is not None:
+            found.count(GradientCount(self.model, self.meter))
         return found
 
     def _expect_backward(self, workload: Workload, shape: tuple[int, ...]) -> None:
@@ -289,7 +304,8 @@ class Budget:
         """Take a sample of a watched pass."""
         now, peak = self._read_peak()
         held = sum(storage.nbytes() for storage in list(engine.held.values())) if engine is not None else 0
-        state.points.append(Point(event, call, self.clock.mark(), now, peak, held, time.perf_counter_ns()))
+        made = state.gradients.read(peak) if state.gradients is not None else (0, 0)
+        state.points.append(Point(event, call, self.clock.mark(), now, peak, held, time.perf_counter_ns(), *made))
 
     def note_use(self, state: Pass, call: int, engine: Engine) -> None:
         """Record that a saved tensor of a call is used."""
@@ -328,7 +344,7 @@ class Budget:
         """Learn from passes that have ended."""
         ended, self.ended = self.ended, []
         for state in ended:
-            state.finished = True
+            state.finish()
             # Calls may have been found meanwhile, so that numbers differ, or the workload may be measured again.
             if state.numbers is not self.numbers or state.renewals != state.workload.renewals or not self.layers:
                 continue

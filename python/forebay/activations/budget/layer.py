@@ -17,11 +17,14 @@ from forebay.activations.recompute.replay import Results
 from forebay.activations.saved import UnmanagedTensor, untraced
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from forebay.activations.budget.controller import Budget
     from forebay.activations.budget.passes import Pass, Way
     from forebay.activations.saved import SavedTensor, Saver
+
+_CHECKPOINT_OPTIONS = ("use_reentrant", "context_fn", "determinism_check", "debug", "preserve_rng_state", "early_stop")
+"""Arguments of torch's checkpoint itself, not of the layer."""
 
 
 def _is_managed(module: torch.nn.Module) -> bool:
@@ -98,9 +101,7 @@ class _PlannedCall:
 class PlannedLayer(Layer):
     """Wraps the calls of one layer and follows its plan."""
 
-    advice = (
-        "the plan cannot be followed; remove that checkpoint, with transformers by gradient_checkpointing_disable()"
-    )
+    advice = "the plan cannot be followed; remove that checkpoint"
 
     def __init__(self, saver: Saver, number: int, module: torch.nn.Module, budget: Budget) -> None:
         super().__init__(saver, number, module, keep=False, recompute=True)
@@ -141,6 +142,16 @@ class PlannedLayer(Layer):
             if way.wanted and not self.is_compiled:
                 options["context_fn"] = Results(way.wanted, run.pack_result, self.saver.unpack, self.device).modes
             return call.run(self.device, **options)
+
+    def checkpointed(
+        self, function: Callable[..., Any], call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call the layer as the plan says, without the model's own checkpoint: the plan decides what is recomputed."""
+        needed = any(isinstance(one, torch.Tensor) and one.requires_grad for one in args)
+        if not needed and getattr(function, "keywords", {}).get("use_reentrant") is not False:
+            # A reentrant checkpoint gives no gradients then, and so do we.
+            return function(call, *args, **kwargs)
+        return call(*args, **{name: value for name, value in kwargs.items() if name not in _CHECKPOINT_OPTIONS})
 
     @contextlib.contextmanager
     def inside(self, run: _PlannedCall) -> Iterator[None]:

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from forebay._core import CallKind, MeasuredCall, MeasuredPass, PassSample, TensorCost
+from forebay.activations.switch import FLAG
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from forebay._device import Clock
+    from forebay.activations.budget.gradients import GradientCount
     from forebay.activations.budget.probe import Probe
     from forebay.activations.budget.workload import PlanRun, Workload
     from forebay.activations.recompute.replay import Key
@@ -103,6 +106,9 @@ class Point(NamedTuple):
     peak: int
     held: int
     host_ns: int = 0
+    gradients: int = 0
+    """Bytes of gradients that the pass has made, now and at the peak."""
+    peak_gradients: int = 0
 
 
 class Pass:
@@ -132,6 +138,7 @@ class Pass:
         self.running = 0
         self.opened: set[int] = set()
         self.probes: dict[int, Probe] = {}
+        self.gradients: GradientCount | None = None
         # Bytes that each call has packed, and bytes of inputs that calls before it had packed already.
         self.packed: dict[int, int] = {}
         self.shared: dict[int, int] = {}
@@ -139,6 +146,17 @@ class Pass:
         self.callback = False
         self.ended = False
         self.finished = False
+
+    def count(self, gradients: GradientCount) -> None:
+        """Count the gradients that the pass makes, as long as it is not finished and its graph exists."""
+        self.gradients = gradients
+        weakref.finalize(self, gradients.close)
+
+    def finish(self) -> None:
+        """Record that nothing more is learnt from the pass."""
+        self.finished = True
+        if self.gradients is not None:
+            self.gradients.close()
 
     def measured(self, clock: Clock, *, may_recompute: bool = True) -> MeasuredPass:
         """Return the samples of the pass, with the kinds of its calls."""
@@ -152,6 +170,8 @@ class Pass:
                 allocated_bytes=point.now,
                 peak_bytes=point.peak,
                 held_bytes=point.held,
+                gradient_bytes=point.gradients,
+                peak_gradient_bytes=point.peak_gradients,
             )
             for point in self.points
         ]
@@ -182,9 +202,10 @@ class Pass:
         )
 
 
-def _flags(module: torch.nn.Module) -> tuple[Any, ...]:
+def _flags(module: torch.nn.Module, but: str = "") -> tuple[Any, ...]:
     """Return rates and switches of a module, in which layers of one class and shape may still differ."""
-    return tuple((name, value) for name, value in sorted(vars(module).items()) if isinstance(value, (bool, float)))
+    found = ((name, value) for name, value in sorted(vars(module).items()) if isinstance(value, (bool, float)))
+    return tuple((name, value) for name, value in found if name != but)
 
 
 def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -194,8 +215,10 @@ def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tens
 
 def build_of(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Return a key that is equal for calls of one family: the layer's structure and the types of the arguments."""
+    # The plan replaces the layer's own checkpointing, so it does not matter whether that is switched on.
+    flags = ((name, type(one), _flags(one, FLAG if one is module else "")) for name, one in module.named_modules())
     return (
-        tuple((name, type(inner), _flags(inner)) for name, inner in module.named_modules()),
+        tuple(flags),
         tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters()),
         tuple((name, tuple(b.shape), b.dtype) for name, b in module.named_buffers()),
         tuple((one.dtype, one.dim()) for one in tensors_of(args, kwargs)),

@@ -44,6 +44,12 @@ pub struct LayerCost {
     pub backward_base_bytes: u64,
     /// The peak of its backward pass above that, all that it saved included.
     pub backward_bytes: u64,
+    /// Gradients that the pass has made before its backward pass begins: a part of `backward_base_bytes`.
+    #[serde(default)]
+    pub base_gradient_bytes: u64,
+    /// Gradients that the pass has made at the peak of its backward pass, those before it included.
+    #[serde(default)]
+    pub gradient_bytes: u64,
     /// Results that can be saved when it is recomputed.
     pub tensors: Vec<TensorCost>,
 }
@@ -55,6 +61,9 @@ pub struct PassCost {
     pub layers: Vec<LayerCost>,
     /// The peak between the last layer and its backward pass, not counting what layers saved.
     pub tail_bytes: u64,
+    /// Gradients that the pass has made at that peak.
+    #[serde(default)]
+    pub tail_gradient_bytes: u64,
     /// Time outside of layers.
     pub outside_ns: u64,
     /// The rate of copies to the host, in GB/s.
@@ -66,11 +75,18 @@ pub struct PassCost {
 }
 
 impl PassCost {
-    /// The same for `tokens` instead of the `measured` ones; time and memory are taken to be proportional to them.
+    /// The same for `tokens` instead of the `measured` ones; time and memory are taken to be proportional to them, except
+    /// for gradients.
     pub fn scaled(&self, tokens: u64, measured: u64) -> Self {
         let grow = |value: &mut u64| {
             let grown = u128::from(*value) * u128::from(tokens) / u128::from(measured.max(1));
             *value = u64::try_from(grown).unwrap_or(u64::MAX);
+        };
+        let grow_except = |value: &mut u64, gradients: u64| {
+            let fixed = gradients.min(*value);
+            *value -= fixed;
+            grow(value);
+            *value = value.saturating_add(fixed);
         };
         let mut cost = self.clone();
         for layer in &mut cost.layers {
@@ -83,17 +99,17 @@ impl PassCost {
                 &mut layer.forward_base_bytes,
                 &mut layer.forward_saving_bytes,
                 &mut layer.forward_bare_bytes,
-                &mut layer.backward_base_bytes,
-                &mut layer.backward_bytes,
             ] {
                 grow(value);
             }
+            grow_except(&mut layer.backward_base_bytes, layer.base_gradient_bytes);
+            grow_except(&mut layer.backward_bytes, layer.gradient_bytes.saturating_sub(layer.base_gradient_bytes));
             for tensor in &mut layer.tensors {
                 grow(&mut tensor.bytes);
                 grow(&mut tensor.recompute_ns);
             }
         }
-        grow(&mut cost.tail_bytes);
+        grow_except(&mut cost.tail_bytes, cost.tail_gradient_bytes);
         grow(&mut cost.outside_ns);
         cost
     }

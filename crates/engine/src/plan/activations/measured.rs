@@ -47,6 +47,10 @@ pub struct PassSample {
     pub peak_bytes: u64,
     /// The part of the allocated bytes that are saved tensors on their way to or from the host.
     pub held_bytes: u64,
+    /// The part of the allocated bytes that are gradients which the pass has made.
+    pub gradient_bytes: u64,
+    /// The same part of the peak.
+    pub peak_gradient_bytes: u64,
 }
 
 /// What is known of calls of one kind.
@@ -168,6 +172,7 @@ impl MeasuredPass {
             tail_bytes: calls
                 .backward
                 .map_or(0, |first| first.peak_bytes.saturating_sub(first.held_bytes).saturating_sub(begin_bytes)),
+            tail_gradient_bytes: calls.backward.map_or(0, |first| first.peak_gradient_bytes),
             outside_ns: self.outside_ns(&calls, &seen),
             store_gbps,
             fetch_gbps,
@@ -218,10 +223,18 @@ impl MeasuredPass {
         let saved_bytes = kind.map_or(0, |kind| kind.saved_bytes);
         let base = |at: &PassSample| at.allocated_bytes.saturating_sub(at.held_bytes).saturating_sub(begin_bytes);
         let (mut backward_base_bytes, mut backward_bytes) = (0, saved_bytes);
+        let (mut base_gradient_bytes, mut gradient_bytes) = (0, 0);
         if let (Some(open), Some(after)) = (calls.open.get(&call), calls.after.get(&call)) {
             backward_base_bytes = base(open);
             let above = after.peak_bytes.saturating_sub(begin_bytes).saturating_sub(backward_base_bytes);
-            backward_bytes = above.saturating_sub(after.held_bytes).max(saved_bytes);
+            let measured = above.saturating_sub(after.held_bytes);
+            backward_bytes = measured.max(saved_bytes);
+            base_gradient_bytes = open.gradient_bytes;
+            gradient_bytes = base_gradient_bytes;
+            // All that it saved is there as its backward pass begins, before it makes gradients.
+            if measured >= saved_bytes {
+                gradient_bytes = gradient_bytes.max(after.peak_gradient_bytes);
+            }
         }
         let cost = LayerCost {
             name: format!("layer {call}, {}", kind.map_or("not called", |kind| &kind.name)),
@@ -238,6 +251,8 @@ impl MeasuredPass {
             forward_bare_bytes: forward_bytes,
             backward_base_bytes,
             backward_bytes,
+            base_gradient_bytes,
+            gradient_bytes,
             tensors: kind.map_or_else(Vec::new, |kind| kind.tensors.clone()),
         };
         Draft { cost, saves: self.calls[call].saves, operations: kind.map_or(0, |kind| kind.operations), host_ns }
@@ -258,14 +273,18 @@ impl MeasuredPass {
                 _ => false,
             };
             let beside = seen.iter().rev().copied().find(|&other| other < call).unwrap_or(first);
-            let beside = (drafts[beside].cost.forward_base_bytes, drafts[beside].cost.backward_base_bytes);
+            let beside = &drafts[beside].cost;
+            let bases = (beside.forward_base_bytes, beside.backward_base_bytes);
+            let base_gradient_bytes = beside.base_gradient_bytes;
             let like = last(&same_kind).or_else(|| last(&same_family));
             let like = like.map(|other| drafts[other].cost.clone());
             let cost = &mut drafts[call].cost;
             if let Some(like) = like {
                 *cost = LayerCost { name: std::mem::take(&mut cost.name), ..like };
             }
-            (cost.forward_base_bytes, cost.backward_base_bytes) = beside;
+            (cost.forward_base_bytes, cost.backward_base_bytes) = bases;
+            cost.gradient_bytes = base_gradient_bytes + cost.gradient_bytes.saturating_sub(cost.base_gradient_bytes);
+            cost.base_gradient_bytes = base_gradient_bytes;
         }
     }
 

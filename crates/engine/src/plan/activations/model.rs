@@ -13,6 +13,8 @@ const LINK_MARGIN: u64 = 8;
 pub(super) struct Outcome {
     pub(super) peak_bytes: u64,
     pub(super) peak_at: Moment,
+    /// Gradients that the pass has made at the peak.
+    pub(super) gradient_bytes: u64,
     pub(super) pass_ns: u64,
     free_at: Vec<usize>,
     fetch_at: Vec<usize>,
@@ -20,9 +22,9 @@ pub(super) struct Outcome {
 }
 
 impl Outcome {
-    fn note(&mut self, bytes: u64, at: Moment) {
+    fn note(&mut self, bytes: u64, at: Moment, gradient_bytes: u64) {
         if bytes > self.peak_bytes {
-            (self.peak_bytes, self.peak_at) = (bytes, at);
+            (self.peak_bytes, self.peak_at, self.gradient_bytes) = (bytes, at, gradient_bytes);
         }
     }
 }
@@ -60,6 +62,7 @@ impl<'a> Model<'a> {
         let mut outcome = Outcome {
             peak_bytes: 0,
             peak_at: Moment::Tail,
+            gradient_bytes: 0,
             pass_ns: 0,
             free_at: vec![n; n],
             fetch_at: vec![0; n],
@@ -80,7 +83,7 @@ impl<'a> Model<'a> {
         let (mut kept, mut leaving) = (0u64, 0u64);
         for i in 0..n {
             let (layer, treatment) = (&self.cost.layers[i], self.treatment(pick, i));
-            outcome.note(layer.forward_base_bytes + kept + leaving + treatment.forward_bytes, Moment::Forward(i));
+            outcome.note(layer.forward_base_bytes + kept + leaving + treatment.forward_bytes, Moment::Forward(i), 0);
             let begin = now;
             now += layer.forward_ns;
             if treatment.offloaded_bytes > 0 {
@@ -107,7 +110,7 @@ impl<'a> Model<'a> {
                 stores.pop_front();
             }
         }
-        outcome.note(self.cost.tail_bytes + kept, Moment::Tail);
+        outcome.note(self.cost.tail_bytes + kept, Moment::Tail, self.cost.tail_gradient_bytes);
         now
     }
 
@@ -167,8 +170,12 @@ impl<'a> Model<'a> {
             let treatment = self.treatment(pick, j);
             kept -= treatment.kept_bytes;
             arrived -= treatment.offloaded_bytes;
-            let needs = self.cost.layers[j].backward_base_bytes + kept + arrived + treatment.backward_bytes;
-            outcome.note(needs, Moment::Backward(j));
+            let layer = &self.cost.layers[j];
+            let needs = layer.backward_base_bytes + kept + arrived + treatment.backward_bytes;
+            // With more than was measured, the peak is as the backward pass begins.
+            let measured = treatment.backward_bytes <= layer.backward_bytes;
+            let gradient_bytes = if measured { layer.gradient_bytes } else { layer.base_gradient_bytes };
+            outcome.note(needs, Moment::Backward(j), gradient_bytes);
             if treatment.offloaded_bytes > 0 {
                 outcome.stall_ns[j][1] = done[j].saturating_sub(now);
                 now = now.max(done[j]);

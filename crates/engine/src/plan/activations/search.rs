@@ -20,10 +20,11 @@ impl ActivationPlan {
         let all: Vec<usize> = model.treatments.iter().map(|treatments| treatments.len() - 1).collect();
         let kept = model.run(&all);
         // Keeping takes less where offloading or recomputing needs more room than it saves.
-        let (least_bytes, least_at) =
-            points.iter().map(|(_, outcome)| outcome).fold((kept.peak_bytes, kept.peak_at), |least, found| {
-                if found.peak_bytes < least.0 { (found.peak_bytes, found.peak_at) } else { least }
-            });
+        let least = points
+            .iter()
+            .map(|(_, outcome)| outcome)
+            .fold(&kept, |least, found| if found.peak_bytes < least.peak_bytes { found } else { least });
+        let (least_bytes, refusal) = (least.peak_bytes, refusal(least));
         points.push((all, kept));
         let fitting = points.into_iter().filter(|(_, outcome)| outcome.peak_bytes <= budget_bytes);
         // Among equals the one that moves least.
@@ -32,10 +33,7 @@ impl ActivationPlan {
             return Err(Error::InvalidOption {
                 option: "budget_bytes",
                 value: budget_bytes.to_string(),
-                remedy: format!(
-                    "{least_at} needs at least {least_bytes} bytes under every plan; raise the budget to at least \
-                     that, or lower the batch or the sequence length"
-                ),
+                remedy: refusal,
             });
         };
         Ok(model.plan(&pick, &outcome, budget_bytes, least_bytes))
@@ -48,6 +46,21 @@ impl ActivationPlan {
         let outcome = model.run(&pick);
         model.plan(&pick, &outcome, outcome.peak_bytes, outcome.peak_bytes)
     }
+}
+
+/// Why a budget below the least is refused, and what would do.
+fn refusal(least: &Outcome) -> String {
+    let Outcome { peak_at, peak_bytes, gradient_bytes, .. } = least;
+    let needs = format!("{peak_at} needs at least {peak_bytes} bytes under every plan");
+    let raise = "raise the budget to at least that";
+    if *gradient_bytes == 0 {
+        return format!("{needs}; {raise}, or lower the batch or the sequence length");
+    }
+    format!(
+        "{needs}, of which about {gradient_bytes} are gradients that the pass makes; {raise}, lower the batch or the \
+         sequence length, or keep gradients from pass to pass, as zero_grad(set_to_none=False) does: a pass that adds to \
+         them does not make them"
+    )
 }
 
 /// What one path prefers. No preference is best for all budgets, and several are cheap.
