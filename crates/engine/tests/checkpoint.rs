@@ -291,6 +291,28 @@ fn a_save_that_is_dropped_leaves_the_last_one() {
 }
 
 #[test]
+fn a_save_that_is_discarded_leaves_nothing() {
+    let path = Folder::new();
+    save(&path, &one(1), &small()).unwrap();
+    let saving = Saving::begin(&path).unwrap();
+    let folder = saving.folder().to_owned();
+    write_files(&folder, "0-", &one(2), &small(), &AtomicU64::new(0)).unwrap();
+    saving.discard();
+    assert!(!folder.exists());
+    assert_eq!(load(&Checkpoint::open(&path).unwrap(), "w", 1).unwrap(), [1; 100]);
+    let saving = Saving::begin(&path).unwrap();
+    fs::remove_dir(saving.folder()).unwrap();
+    saving.discard();
+    assert_eq!(save(&path, &one(3), &small()).unwrap(), folder, "its number is free again");
+    // What is complete stays, whoever discards it.
+    let saving = Saving::begin(&path).unwrap();
+    fs::copy(folder.join("manifest.json"), saving.folder().join("manifest.json")).unwrap();
+    let third = saving.folder().to_owned();
+    saving.discard();
+    assert!(third.is_dir());
+}
+
+#[test]
 fn two_saves_to_one_path_at_once_are_refused() {
     let path = Folder::new();
     let first = Saving::begin(&path).unwrap();
@@ -331,6 +353,7 @@ fn a_commit_refuses_files_that_are_not_as_written() {
         let error = saving.commit(&manifest, Some(1)).unwrap_err();
         assert!(error.to_string().contains("00000002/0-0.safetensors"), "{error}");
         assert_eq!(latest(&path).unwrap(), path.join("00000001"));
+        assert!(!path.join("00000002").exists(), "what it wrote is removed");
     }
 }
 

@@ -93,6 +93,16 @@ impl Saving {
     fn abandon(&self) {
         self.take();
     }
+
+    /// Give it up and remove what has been written. No rank may be writing any more.
+    fn discard(&self, py: Python<'_>) -> PyResult<()> {
+        guard::run(py, || {
+            if let Some(saving) = self.take() {
+                saving.discard();
+            }
+            Ok(())
+        })
+    }
 }
 
 /// What to write: one list for each property, all of one length. An address is on `device` where `on_device` is true.

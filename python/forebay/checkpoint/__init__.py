@@ -20,10 +20,11 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from forebay import _core
 from forebay._checks import one_of, positive, whole
 from forebay._tensors import local
-from forebay.checkpoint import contents, handle
+from forebay.checkpoint import arguments, contents, handle
 from forebay.checkpoint.files import StrPath, absolute
 from forebay.checkpoint.handle import Handle
-from forebay.checkpoint.ranks import groups, on_all_ranks, plain_errors, quietly
+from forebay.checkpoint.interrupts import allowed
+from forebay.checkpoint.ranks import groups, on_all_ranks, plain_errors, quietly, ranks_of, uninterrupted
 from forebay.checkpoint.reader import Reader
 from forebay.checkpoint.snapshot import Snapshot, release_copies
 from forebay.checkpoint.writer import Writer, write_in_background, write_state
@@ -66,17 +67,21 @@ def save(
     process_group
         The ranks that save; by default all of them.
     """
-    optimizers = contents.optimizers_of(optimizer)
-    writer = _writer(path, keep_last, optimizers)
     state: dict[str, Any] = {}
+    writer: Writer | None = None
 
     def begin() -> None:
+        nonlocal writer
+        optimizers = _checked(path, model, optimizer, extra)
+        writer = _writer(path, keep_last, optimizers)
         with ExitStack() as turn:
             handle.take_turn(turn, writer.path)
         state.update(contents.contents_to_save(model, optimizers, extra))
 
-    on_all_ranks(begin, process_group)
-    write_state(state, writer, process_group)
+    with uninterrupted(process_group):
+        on_all_ranks(begin, process_group)
+        assert writer is not None
+        write_state(state, writer, process_group)
 
 
 def async_save(
@@ -122,43 +127,50 @@ def async_save(
     when_busy
         What to do while an earlier save is running: ``"wait"`` for it, or ``"refuse"``, which raises an error.
     """
-    one_of("when_busy", when_busy, ("wait", "refuse"))
-    whole("snapshot_budget_bytes", snapshot_budget_bytes, 0, optional=True)
-    write_rate = positive("write_gbps", write_gbps, without="for full speed")
-    copy_rate = positive("copy_gbps", copy_gbps, without="for full speed")
-    optimizers = contents.optimizers_of(optimizer)
-    writer = _writer(path, keep_last, optimizers)
-    # Checked now: a later load does not change the state that is saved.
-    writer.checks = [_outcome(check) for check in writer.checks]
-    writer.bytes_per_s = None if write_rate is None else write_rate * 1e9
-    writer.moved = moved = _core.Moved()
-    saves, calls = groups()
     snapshot: Snapshot | None = None
-    with ExitStack() as turn:
+    writer: Writer | None = None
+    moved = _core.Moved()
 
-        def begin() -> None:
-            nonlocal snapshot
-            handle.take_turn(turn, writer.path, refuse=when_busy == "refuse")
-            state = contents.contents_to_save(model, optimizers, extra)
-            snapshot = Snapshot(state, optimizers, snapshot_budget_bytes)
+    def begin() -> None:
+        nonlocal snapshot, writer
+        one_of("when_busy", when_busy, ("wait", "refuse"))
+        whole("snapshot_budget_bytes", snapshot_budget_bytes, 0, optional=True)
+        write_rate = positive("write_gbps", write_gbps, without="for full speed")
+        positive("copy_gbps", copy_gbps, without="for full speed")
+        optimizers = _checked(path, model, optimizer, extra)
+        writer = _writer(path, keep_last, optimizers)
+        # Checked now: a later load does not change the state that is saved.
+        writer.checks = [_outcome(check) for check in writer.checks]
+        writer.bytes_per_s = None if write_rate is None else write_rate * 1e9
+        writer.moved = moved
+        handle.take_turn(turn, writer.path, refuse=when_busy == "refuse")
+        state = contents.contents_to_save(model, optimizers, extra)
+        writer.snapshot = snapshot = Snapshot(state, optimizers, snapshot_budget_bytes)
 
+    with uninterrupted(None), ExitStack() as turn:
+        saves, calls = groups()
         try:
             on_all_ranks(begin, calls)
             assert snapshot is not None
-            writer.snapshot = kept = snapshot
-            leaves, _ = flatten_state_dict(kept.state)
-            moved.expect(sum(local(value).nbytes for value in leaves.values() if isinstance(value, torch.Tensor)))
-            threads = max(min((os.cpu_count() or 2) // 2, 8), 1)
-            kept.copy_ahead(threads, None if copy_rate is None else copy_rate * 1e9)
-            saving = Handle(writer.path, kept, lambda: write_in_background(kept.state, writer, saves), moved)
+            assert writer is not None
+            saving = _start(writer, snapshot, moved, saves, copy_gbps)
         except BaseException:
             # Nothing will write the snapshot, so no step may wait for it.
             if snapshot is not None:
                 snapshot.finish()
             raise
         handle.current[:] = [saving]
-    kept.wait_for_loose()
+    snapshot.wait_for_loose()
     return saving
+
+
+def _start(writer: Writer, snapshot: Snapshot, moved: _core.Moved, group: Any, copy_gbps: float | None) -> Handle:
+    """Start to write a snapshot in the background."""
+    leaves, _ = flatten_state_dict(snapshot.state)
+    moved.expect(sum(local(value).nbytes for value in leaves.values() if isinstance(value, torch.Tensor)))
+    threads = max(min((os.cpu_count() or 2) // 2, 8), 1)
+    snapshot.copy_ahead(threads, None if copy_gbps is None else copy_gbps * 1e9)
+    return Handle(writer.path, snapshot, lambda: write_in_background(snapshot.state, writer, group), moved)
 
 
 def load(
@@ -188,49 +200,52 @@ def load(
     process_group
         The ranks that load; by default all of them.
     """
-    with ExitStack() as laid_out:
-        return _load(model, contents.optimizers_of(optimizer), absolute(path), strict, process_group, laid_out)
+    with uninterrupted(process_group), ExitStack() as laid_out:
+        return _load(model, optimizer, path, strict, process_group, laid_out)
 
 
 def _load(
-    model: torch.nn.Module | None,
-    optimizers: list[torch.optim.Optimizer],
-    path: Path,
-    strict: bool,
-    process_group: Any,
-    laid_out: ExitStack,
+    model: torch.nn.Module | None, optimizer: Any, path: StrPath, strict: bool, process_group: Any, laid_out: ExitStack
 ) -> dict[str, Any] | None:
     state: dict[str, Any] = {}
+    optimizers: list[torch.optim.Optimizer] = []
 
     def begin() -> Path:
+        optimizers[:] = _checked(path, model, optimizer)
         handle.wait_for_current()
         state.update(contents.contents_of(model, optimizers, laid_out, whole=True))
-        return _core.latest_checkpoint(path).relative_to(path)
+        return _core.latest_checkpoint(absolute(path)).relative_to(absolute(path))
 
     # Chosen once, for all ranks and the whole load: another save may complete at any moment.
-    reader = Reader(path / on_all_ranks(begin, process_group)[0])
+    chosen = on_all_ranks(begin, process_group)[0]
+    reader = Reader(absolute(path) / chosen)
     wanted, _ = flatten_state_dict(state)
     missing: list[str] = []
     extra: dict[str, Any] | None = None
     try:
-        metadata = reader.read_metadata()
-        missing = contents.compare(reader.path, wanted, metadata, strict)
-        contents.add_options(state, metadata)
-        # Read first, so that nothing is changed if it cannot be read.
-        extra = contents.extra_of(reader)
-    except Error as error:
+        with allowed():
+            metadata = reader.read_metadata()
+            missing = contents.compare(reader.path, wanted, metadata, strict)
+            contents.add_options(state, metadata)
+            # Read first, so that nothing is changed if it cannot be read.
+            extra = contents.extra_of(reader)
+    except BaseException as error:
         # Other ranks may have found no error. DCP reports this one to them, so they do not wait for this rank.
         reader.refused = error
+
+    def finish() -> None:
+        contents.set_contents(model, optimizers, state, wanted, missing, strict=strict)
+
     try:
-        with plain_errors("load"), quietly():
+        with plain_errors("load", ranks_of(process_group).rank), quietly():
             planner = DefaultLoadPlanner(allow_partial_load=True)
             dcp_load(state, storage_reader=reader, planner=planner, process_group=process_group)
-        contents.set_contents(model, optimizers, state, wanted, missing, strict=strict)
+        on_all_ranks(finish, process_group)
     except BaseException as error:
         if reader.has_read:
             # Whichever rank failed, the state of this one is now a mix of two checkpoints.
-            for one in contents.ours(optimizers):
-                one.distrust(str(error))
+            for one in contents.guarded(optimizers):
+                one.distrust(str(error) or type(error).__name__)
         raise
     return extra
 
@@ -241,9 +256,17 @@ def release() -> None:
     release_copies()
 
 
+def _checked(path: Any, model: Any, optimizer: Any, extra: Any = None) -> list[torch.optim.Optimizer]:
+    """Check what users pass; return the optimizers. Runs on all ranks together, so that none waits for a refusal."""
+    arguments.check_path(path)
+    arguments.check_model(model)
+    arguments.check_extra(extra)
+    return arguments.optimizers_of(optimizer)
+
+
 def _writer(path: StrPath, keep_last: int | None, optimizers: list[torch.optim.Optimizer]) -> Writer:
     writer = Writer(path, keep_last=keep_last)
-    writer.checks = [partial(one.check_trusted, "saved") for one in contents.ours(optimizers)]
+    writer.checks = [partial(one.check_trusted, "saved") for one in contents.guarded(optimizers)]
     return writer
 
 

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from forebay._device import CPU
 from forebay._tensors import describe_like, is_dtensor, local
+from forebay.checkpoint.arguments import check_belongs
 from forebay.checkpoint.values import Encoded
 from forebay.errors import CheckpointError, OptionError
 from forebay.optim.base import Optimizer
@@ -35,16 +36,14 @@ MASTER_SUFFIX = f".{MASTER}"
 """The end of the names of master weights, which torch's optimizers do not have."""
 
 
-def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Return one optimizer, several or none as a list."""
-    if optimizer is None:
-        return []
-    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-
-
 def ours(optimizers: list[torch.optim.Optimizer]) -> list[Optimizer]:
     """Return the optimizers that are forebay's."""
     return [one for one in optimizers if isinstance(one, Optimizer)]
+
+
+def guarded(optimizers: list[torch.optim.Optimizer]) -> list[Any]:
+    """Return the optimizers that know whether their state can be trusted: forebay's, and those that run in units."""
+    return [one for one in optimizers if hasattr(one, "check_trusted")]
 
 
 def contents_of(
@@ -59,6 +58,7 @@ def contents_of(
         if optimizers:
             raise OptionError("an optimizer needs its model: state is saved under the names of the model's parameters")
         return {}
+    check_belongs(model, optimizers)
     contents: dict[str, Any] = {"model": get_model_state_dict(model)}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if is_dtensor(parameter):

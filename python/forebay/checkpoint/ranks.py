@@ -11,11 +11,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.utils import _DistWrapper
 
+from forebay.checkpoint.interrupts import allowed, delayed
 from forebay.errors import CheckpointError, Error
 
 if TYPE_CHECKING:
     import datetime
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
 T = TypeVar("T")
 
@@ -28,15 +30,29 @@ def ranks_of(group: Any) -> _DistWrapper:
     return _DistWrapper(group, dist.is_available() and dist.is_initialized(), 0)
 
 
+def are_several(group: Any) -> bool:
+    """Whether other ranks take part."""
+    return ranks_of(group).get_world_size() > 1
+
+
+def uninterrupted(group: Any) -> AbstractContextManager[None]:
+    """Delay signals such as Ctrl-C while other ranks wait for this one; see ``interrupts``."""
+    return delayed(are_several(group))
+
+
 def on_all_ranks(work: Callable[[], T], group: Any) -> list[T]:
-    """Return the results of the work of all ranks. If the work fails on one rank, this raises on all ranks."""
+    """Return the results of the work of all ranks. If the work fails on one rank, this raises on all ranks.
+
+    A rank raises its own error if it has one, also ``KeyboardInterrupt`` and ``SystemExit``.
+    """
     ranks = ranks_of(group)
     if not ranks.use_dist:
         return [work()]
     mine: T | None = None
     error: BaseException | None = None
     try:
-        mine = work()
+        with allowed():
+            mine = work()
     except BaseException as failure:
         error = failure
     try:
@@ -56,7 +72,12 @@ def _sendable(error: BaseException | None, rank: int) -> Error | None:
     """Return an error that can be sent to other ranks. Of other errors than forebay's, only the text is sent."""
     if error is None or isinstance(error, Error):
         return error
-    return CheckpointError(f"failed on rank {rank}: {type(error).__name__}: {error}")
+    return CheckpointError(f"failed on rank {rank}: {told(error)}")
+
+
+def told(error: BaseException) -> str:
+    """Return an error's type and text. ``KeyboardInterrupt`` has no text."""
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def groups() -> tuple[Any, Any]:
@@ -94,15 +115,21 @@ def quietly() -> Iterator[None]:
 
 
 @contextmanager
-def plain_errors(what: str) -> Iterator[None]:
-    """Raise the first error of DCP's collection of errors of all ranks, which itself is no ``Exception``."""
+def plain_errors(what: str, mine: int) -> Iterator[None]:
+    """Raise the first error of DCP's collection of errors of all ranks, which itself is no ``Exception``.
+
+    If the rank ``mine`` was interrupted, by ``KeyboardInterrupt`` or ``SystemExit``, it raises just that.
+    """
     try:
         yield
     except CheckpointException as failed:
+        own = failed.failures[mine][0] if mine in failed.failures else None
+        if own is not None and not isinstance(own, Exception):
+            raise own from None
         if not failed.failures:
             raise CheckpointError(f"{what} failed: {failed}") from failed
         rank = min(failed.failures)
         error = failed.failures[rank][0]
         if isinstance(error, Error):
             raise error from failed
-        raise CheckpointError(f"{what} failed on rank {rank}: {type(error).__name__}: {error}") from failed
+        raise CheckpointError(f"{what} failed on rank {rank}: {told(error)}") from failed

@@ -27,6 +27,7 @@ from forebay._checks import whole
 from forebay._device import CPU, is_cpu
 from forebay._tensors import address, local, storage_address
 from forebay.checkpoint.files import StrPath, absolute, dtype_of, is_path
+from forebay.checkpoint.interrupts import allowed
 from forebay.checkpoint.progress import bar
 from forebay.checkpoint.snapshot import wait_before_load
 from forebay.checkpoint.values import decode
@@ -64,7 +65,7 @@ class Reader(StorageReader):
         self.threads = whole("threads", threads, 1, optional=True)
         self.progress = progress
         # Why nothing can be loaded. Raised in `set_up_storage_reader`: errors from there reach all ranks.
-        self.refused: Error | None = None
+        self.refused: BaseException | None = None
         # Whether any tensor may have been written to.
         self.has_read = False
         self._checkpoint: _core.Checkpoint | None = None
@@ -131,6 +132,10 @@ class Reader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what a plan asks for."""
+        with allowed():
+            return self._read_data(plan, planner)
+
+    def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         self.has_read = True
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:

@@ -17,6 +17,7 @@ from forebay._checks import whole
 from forebay._device import engine_name, is_cpu, is_gpu, stream_handle
 from forebay._tensors import address, local
 from forebay.checkpoint.files import StrPath, absolute, dtype_name, is_path
+from forebay.checkpoint.interrupts import allowed
 from forebay.checkpoint.progress import bar
 from forebay.checkpoint.ranks import plain_errors, ranks_of
 from forebay.checkpoint.values import encode
@@ -99,6 +100,12 @@ class Writer(StorageWriter):
         """Give up a save that is not complete; the next save removes what it wrote."""
         if self._saving is not None:
             self._saving.abandon()
+            self._saving = None
+
+    def discard(self) -> None:
+        """Give up a save that is not complete, and remove what it wrote. No rank may be writing any more."""
+        if self._saving is not None:
+            self._saving.discard()
             self._saving = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -196,8 +203,8 @@ class Writer(StorageWriter):
         assert self._saving is not None
         stored: list[tuple[str, _StoredItem]] = [(w.index.fqn, w.storage_data) for rank in results for w in rank]
         manifest = _manifest(stored, metadata.planner_data)
-        saving, self._saving = self._saving, None
-        saving.commit(json.dumps(manifest, allow_nan=False), self.keep_last)
+        self._saving.commit(json.dumps(manifest, allow_nan=False), self.keep_last)
+        self._saving = None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
@@ -206,15 +213,19 @@ class Writer(StorageWriter):
 
 
 def write_state(state: dict[str, Any], writer: Writer, process_group: Any) -> None:
-    """Plan, write and commit as ``dcp.save`` does, without its warning that there is only one process."""
+    """Plan, write and commit as ``dcp.save`` does, without its warning that there is only one process.
+
+    If the save fails, what it wrote is removed, unless ranks cannot reach each other: then one may still be writing.
+    """
     planner = DefaultSavePlanner()
     ranks = ranks_of(process_group)
     metadata: Metadata | None = None
 
     def plan() -> SavePlan:
-        planner.set_up_planner(state, storage_meta=writer.storage_meta(), is_coordinator=ranks.is_coordinator)
-        writer.set_up_storage_writer(ranks.is_coordinator)
-        return writer.prepare_local_plan(planner.create_local_plan())
+        with allowed():
+            planner.set_up_planner(state, storage_meta=writer.storage_meta(), is_coordinator=ranks.is_coordinator)
+            writer.set_up_storage_writer(ranks.is_coordinator)
+            return writer.prepare_local_plan(planner.create_local_plan())
 
     def plan_all(plans: list[SavePlan]) -> list[SavePlan]:
         nonlocal metadata
@@ -222,16 +233,23 @@ def write_state(state: dict[str, Any], writer: Writer, process_group: Any) -> No
         return writer.prepare_global_plan(plans)
 
     def write() -> list[WriteResult]:
-        return writer.write_data(planner.finish_plan(mine), planner).wait()
+        with allowed():
+            return writer.write_data(planner.finish_plan(mine), planner).wait()
 
     def commit(results: list[list[WriteResult]]) -> None:
         assert metadata is not None
         writer.finish(metadata=metadata, results=results)
 
     try:
-        with plain_errors("save"):
+        with plain_errors("save", ranks.rank):
             mine = ranks.reduce_scatter("plan", plan, plan_all)
             ranks.all_reduce("write", write, commit)
+    except BaseException as error:
+        # An `Error` or an interrupt has been exchanged by all ranks, so none of them is writing. Anything else is a
+        # failure of the exchange itself.
+        if isinstance(error, Error) or not isinstance(error, Exception):
+            writer.discard()
+        raise
     finally:
         writer.abandon()
 

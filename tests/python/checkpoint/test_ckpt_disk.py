@@ -11,12 +11,13 @@ import stat
 import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
 
 import forebay
-from forebay import checkpoint
+from forebay import _core, checkpoint
 from support.checkpoint import folders, pair, snapshot, train
 from support.processes import in_child
 from support.tensors import assert_same
@@ -90,15 +91,15 @@ def test_a_file_that_may_not_grow(save: Save, tmp_path: Path) -> None:
     size = (tmp_path / "00000001" / "0-0.safetensors").stat().st_size
     manifest = (tmp_path / "00000001" / "manifest.json").stat().st_size
     assert 4096 < size < manifest
-    places = ((4096, "00000002/0-0.safetensors"), (size + 100, "00000003/manifest.json.partial"))
+    places = ((4096, "0-0.safetensors"), (size + 100, "manifest.json.partial"))
     for limit, file in places:
         said = in_child(lambda limit=limit: refused(limit))
-        assert said.startswith(f"cannot write {tmp_path}/{file}: "), said
-        assert folders(tmp_path) == ["00000001", file.split("/")[0]]
+        assert said.startswith(f"cannot write {tmp_path}/00000002/{file}: "), said
+        assert folders(tmp_path) == ["00000001"], "what was written is removed"
         assert_intact(tmp_path, kept)
     assert_goes_on(model, optimizer)
     checkpoint.save(tmp_path, model, optimizer)
-    assert folders(tmp_path) == ["00000001", "00000004"]
+    assert folders(tmp_path) == ["00000001", "00000002"]
 
 
 @pytest.fixture
@@ -128,12 +129,92 @@ def test_a_full_disk(save: Save, small_disk: Path) -> None:
         with pytest.raises(forebay.StorageError, match=f"cannot (write|create) {path}/00000002") as caught:
             save(path, model, optimizer, keep_last=1)
         assert caught.value.errno == errno.ENOSPC
+        assert folders(path) == ["00000001"], "the disk has its room again"
         filler.unlink()
-        shutil.rmtree(path / "00000002", ignore_errors=True)
         assert_intact(path, kept)
     assert_goes_on(model, optimizer)
     checkpoint.save(path, model, optimizer, keep_last=1)
     assert folders(path) == ["00000002"]
+
+
+@every_way
+def test_what_a_full_disk_refused_is_removed(save: Save, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, kept = saved_once(tmp_path)
+    moments: list[list[str]] = []
+    write = _core.write_checkpoint
+
+    def full(*arguments: Any) -> Any:
+        write(*arguments)
+        moments.append(folders(tmp_path))
+        raise forebay.StorageError("cannot write: no space left on device", errno=errno.ENOSPC)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_core, "write_checkpoint", full)
+        with pytest.raises(forebay.StorageError, match="no space left") as caught:
+            save(tmp_path, model, optimizer, keep_last=1)
+    assert caught.value.errno == errno.ENOSPC
+    assert moments == [["00000001", "00000002"]]
+    assert folders(tmp_path) == ["00000001"]
+    assert_intact(tmp_path, kept)
+    assert_goes_on(model, optimizer)
+    checkpoint.save(tmp_path, model, optimizer, keep_last=1)
+    assert folders(tmp_path) == ["00000002"]
+
+
+@every_way
+def test_a_checkpoint_that_is_complete_is_not_removed(save: Save, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    saved_once(path)
+    open_to_all(path)
+    path.chmod(0o777)
+    (path / ".saving").chmod(0o666)
+    (path / "00000001").chmod(0o555)
+
+    def pruned() -> str:
+        twin, its = pair()
+        train(twin, its, range(3))
+        # The new checkpoint is complete when an old one cannot be removed.
+        with pytest.raises(forebay.StorageError) as caught:
+            save(path, twin, its, keep_last=1)
+        return str(caught.value)
+
+    try:
+        assert without_rights(pruned).startswith(f"cannot remove {path}/00000001/manifest.json: ")
+    finally:
+        (path / "00000001").chmod(0o755)
+    assert folders(path) == ["00000001", "00000002"]
+    assert (path / "00000002" / "manifest.json").exists()
+    checkpoint.load(path / "00000002", *pair(5))
+
+
+@every_way
+def test_what_cannot_be_removed_does_not_hide_the_error(save: Save, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    model, optimizer, kept = saved_once(path)
+    open_to_all(path)
+    path.chmod(0o777)
+    (path / ".saving").chmod(0o666)
+    write = _core.write_checkpoint
+
+    def full(*arguments: Any) -> Any:
+        write(*arguments)
+        # Now nobody can remove what is in it.
+        (path / "00000002").chmod(0o555)
+        raise forebay.StorageError("cannot write: no space left on device", errno=errno.ENOSPC)
+
+    def refused() -> str:
+        twin, its = pair()
+        with mock.patch.object(_core, "write_checkpoint", full), pytest.raises(forebay.StorageError) as caught:
+            save(path, twin, its)
+        assert caught.value.errno == errno.ENOSPC
+        return str(caught.value)
+
+    assert without_rights(refused) == "cannot write: no space left on device"
+    assert folders(path) == ["00000001", "00000002"]
+    (path / "00000002").chmod(0o755)
+    assert_intact(path, kept)
+    checkpoint.save(path, model, optimizer)
+    assert folders(path) == ["00000001", "00000003"]
 
 
 def test_leftovers_of_a_full_disk_make_room_for_the_next_save(small_disk: Path) -> None:

@@ -215,7 +215,7 @@ def test_an_interrupted_load_is_distrusted(tmp_path: Path, monkeypatch: pytest.M
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.Reader, "_read_staged", interrupt)
-        with pytest.raises(BaseException, match="KeyboardInterrupt"):
+        with pytest.raises(KeyboardInterrupt):
             checkpoint.load(tmp_path, model, optimizer)
     with pytest.raises(forebay.CheckpointError, match="KeyboardInterrupt"):
         train(model, optimizer, range(1))

@@ -104,7 +104,13 @@ pub fn from_safetensors(source: &Path, path: &Path, moved: &AtomicU64) -> Result
     let bytes = opened.metadata().map_err(fail)?.len();
     let Header { start, entries, texts } = Header::read(&opened, bytes).or_else(|reason| refuse(source, reason))?;
     let saving = Saving::begin(path)?;
-    let record = copy_whole((&opened, source), bytes, saving.folder(), moved)?;
+    let record = match copy_whole((&opened, source), bytes, saving.folder(), moved) {
+        Ok(record) => record,
+        Err(error) => {
+            saving.discard();
+            return Err(error);
+        }
+    };
     let tensor = |HeaderEntry { dtype, shape, begin, end }: HeaderEntry| {
         let chunk = StoredChunk { extent: TensorBox::whole(&shape), file: 0, begin: start + begin, end: start + end };
         Tensor { dtype, shape, chunks: vec![chunk] }

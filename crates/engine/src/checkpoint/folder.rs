@@ -81,7 +81,7 @@ pub(super) fn sync_folder(folder: &Path) -> Result<()> {
 }
 
 /// A save under way, in a new subfolder. The coordinator has one. Where it is dropped before [`Self::commit`], the
-/// subfolder is incomplete.
+/// subfolder stays as it is, incomplete: other ranks may still be writing into it.
 #[derive(Debug)]
 pub struct Saving {
     path: PathBuf,
@@ -115,8 +115,11 @@ impl Saving {
         let number = earlier.last().map_or(0, |(number, _)| *number) + 1;
         let folder = path.join(format!("{number:0DIGITS$}"));
         fs::create_dir(&folder).map_err(|error| Error::file("create", &folder, &error))?;
-        sync_folder(path)?;
-        Ok(Self { path: path.to_owned(), folder, _lock: lock })
+        let saving = Self { path: path.to_owned(), folder, _lock: lock };
+        match sync_folder(path) {
+            Ok(()) => Ok(saving),
+            Err(error) => Err(saving.failed(error)),
+        }
     }
 
     /// The folder to write files into.
@@ -128,12 +131,37 @@ impl Saving {
     pub fn commit_json(self, manifest: &str, keep_last: Option<usize>) -> Result<PathBuf> {
         match serde_json::from_str(manifest) {
             Ok(manifest) => self.commit(&manifest, keep_last),
-            Err(error) => refuse(&self.folder, format!("its manifest: {error}")),
+            Err(error) => {
+                let refused = refuse(&self.folder, format!("its manifest: {error}"));
+                self.discard();
+                refused
+            }
         }
     }
 
-    /// Completes the checkpoint: after the rename in here it is the one to load. All files have been synced.
+    /// Completes the checkpoint: after the rename in here it is the one to load. All files have been synced. A failure
+    /// before the rename [discards](Self::discard) what was written.
     pub fn commit(self, manifest: &Manifest, keep_last: Option<usize>) -> Result<PathBuf> {
+        match self.complete(manifest, keep_last) {
+            Ok(()) => Ok(self.folder),
+            Err(error) => Err(self.failed(error)),
+        }
+    }
+
+    /// Removes the subfolder with what was written, unless it is complete, so that a full disk has its room again. No
+    /// rank may be writing any more. A failure is ignored: a load ignores what is left, and the next save removes it.
+    pub fn discard(self) {
+        if !is_complete(&self.folder) {
+            let _ = remove(&self.folder);
+        }
+    }
+
+    fn failed(self, error: Error) -> Error {
+        self.discard();
+        error
+    }
+
+    fn complete(&self, manifest: &Manifest, keep_last: Option<usize>) -> Result<()> {
         let target = self.folder.join(MANIFEST);
         manifest.check(&target)?;
         let text = manifest.encode(&target)?;
@@ -153,6 +181,6 @@ impl Saving {
         if let Some(keep) = keep_last {
             prune(&self.path, keep.max(1))?;
         }
-        Ok(self.folder)
+        Ok(())
     }
 }
