@@ -26,7 +26,8 @@ forebay_device::on_devices! {
         from_the_third_time_on_nothing_is_made,
         a_refused_call_ends_the_transfer_and_loses_nothing,
         a_budget_is_kept_with_the_numbers,
-        release_waits_for_the_last_sleeper;
+        release_waits_for_the_last_sleeper,
+        sleeping_bytes_can_be_read;
 }
 
 const KIB: u64 = 1 << 10;
@@ -357,6 +358,31 @@ fn release_waits_for_the_last_sleeper(on: &Subject) {
 
 // The layout and the moves, which know no device.
 
+fn sleeping_bytes_can_be_read(on: &Subject) {
+    let sleeper = Sleeper::readable(Allocator::new(on.device.clone()));
+    let rig = Rig { sleeper, ..Rig::new(on, &SIZES, 4 * KIB) };
+    let mut addresses = Vec::new();
+    for round in 0..3 {
+        rig.sleep(rig.memory(&rig.ids(), round));
+        let regions: Vec<_> = rig.ids().iter().map(|&id| rig.sleeper.region(id).unwrap()).collect();
+        for (id, region) in regions.iter().enumerate() {
+            assert!(on.host_bytes(region).unwrap() == rig.contents(id as u64, round), "storage {id}, round {round}");
+        }
+        addresses.push(regions.iter().map(|region| region.addr()).collect::<Vec<_>>());
+        rig.wake(&rig.ids(), round);
+    }
+    assert!(addresses.iter().all(|found| *found == addresses[0]), "a storage keeps its place");
+    assert!(rig.sleeper.region(99).unwrap_err().to_string().contains("no place in the slab"));
+    rig.sleeper.release().unwrap();
+    assert!(rig.sleeper.region(0).is_err());
+    rig.sleep(rig.memory(&rig.ids(), 7));
+    assert!(
+        on.host_bytes(&rig.sleeper.region(8).unwrap()).unwrap() == rig.contents(8, 7),
+        "readable after a release too"
+    );
+    rig.wake(&rig.ids(), 7);
+}
+
 fn room(bytes: u64) -> u64 {
     bytes.next_multiple_of(EXTENT_ALIGN_BYTES)
 }
@@ -475,4 +501,18 @@ fn a_storage_larger_than_a_registration_is_cut() {
     assert!(segments.len() == 2 && segments.iter().all(|&bytes| bytes <= forebay::device::PIECE_BYTES));
     assert_eq!(layout.extents(0).unwrap().len(), 101);
     assert_sound(&layout, &HashMap::from([(0, huge), (1, 1)]));
+}
+
+#[test]
+fn a_storage_of_a_readable_sleeper_is_not_cut() {
+    let piece = forebay::device::PIECE_BYTES;
+    let mut layout = Layout::uncut();
+    assert_eq!(layout.place(&[(0, 5 * EXTENT_MAX_BYTES), (1, 7), (2, piece)]).unwrap().len(), 2);
+    for id in 0..3 {
+        assert_eq!(layout.extents(id).unwrap().len(), 1);
+    }
+    let refused = layout.place(&[(3, piece + 1)]).unwrap_err().to_string();
+    assert!(refused.contains(&format!("{} bytes", piece + 1)), "{refused}");
+    assert!(layout.emptied().place(&[(0, 5 * EXTENT_MAX_BYTES)]).is_ok_and(|segments| segments.len() == 1));
+    assert_sound(&layout, &HashMap::from([(0, 5 * EXTENT_MAX_BYTES), (1, 7), (2, piece)]));
 }

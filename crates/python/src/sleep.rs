@@ -9,7 +9,7 @@ use forebay::{Error, Result};
 use pyo3::prelude::*;
 
 use crate::guard;
-use crate::torch::{self, Keeper};
+use crate::torch::{self, HostView, Keeper};
 
 /// The slabs of one device in which storages sleep, and the transfer under way.
 #[pyclass(frozen)]
@@ -34,10 +34,20 @@ impl Slabs {
 
 #[pymethods]
 impl Slabs {
-    /// Open a device; nothing is pinned yet.
+    /// Open a device; nothing is pinned yet. If `readable` is set, storages in the slabs can be read on the host.
     #[new]
-    fn new(py: Python<'_>, device: &str) -> PyResult<Self> {
-        guard::run(py, || Ok(Self { sleeper: Sleeper::new(Allocator::new(open(device)?)), transfer: Mutex::default() }))
+    #[pyo3(signature = (device, readable=false))]
+    fn new(py: Python<'_>, device: &str, readable: bool) -> PyResult<Self> {
+        guard::run(py, || {
+            let allocator = Allocator::new(open(device)?);
+            let sleeper = if readable { Sleeper::readable(allocator) } else { Sleeper::new(allocator) };
+            Ok(Self { sleeper, transfer: Mutex::default() })
+        })
+    }
+
+    /// The memory of storages' places, for slabs that are readable. Valid when their batch has arrived, until `free`.
+    fn views(&self, py: Python<'_>, ids: Vec<u64>) -> PyResult<Vec<HostView>> {
+        guard::run(py, || ids.into_iter().map(|id| Ok(HostView::new(self.sleeper.region(id)?))).collect())
     }
 
     /// Bytes of device memory that a transfer uses to pack small storages.

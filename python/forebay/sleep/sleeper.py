@@ -18,7 +18,7 @@ from forebay.sleep.guards import Guards, gathers_ahead
 from forebay.sleep.stats import Figures
 from forebay.sleep.transfer import Mover, batched, by_device, in_pieces, no_collection
 from forebay.sleep.wake_order import Units, Waking, in_order, ranking
-from forebay.sleep.walk import KINDS, StorageEntry, Walk, is_held, is_ours, kinds_of, named, reshard
+from forebay.sleep.walk import KINDS, StorageEntry, Walk, is_held, is_ours, kinds_of, named, named_optimizers, reshard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,8 +42,9 @@ class Sleeper:
     model
         A module, or a list or dict of modules.
     optimizer
-        An optimizer, or a list or dict of optimizers. Optimizers of forebay free their ring; their state is on the host
-        already and stays readable.
+        An optimizer, or a list or dict of optimizers; wrappers of frameworks, such as accelerate's, are taken off.
+        Optimizers of forebay free their ring, unless others that share it are awake; their state is on the host already
+        and stays readable.
     gradients
         What ``sleep`` does with gradients: ``"refuse"`` raises an error while there are any, ``"keep"`` moves them to
         the slab, ``"drop"`` frees them.
@@ -68,7 +69,7 @@ class Sleeper:
         if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget <= 0):
             raise OptionError(f"pinned_budget_bytes must be a positive number of bytes or None: {budget!r}")
         self._models: dict[str, torch.nn.Module] = named(model, "model", torch.nn.Module)
-        self._optimizers: dict[str, torch.optim.Optimizer] = named(optimizer, "optimizer", torch.optim.Optimizer)
+        self._optimizers: dict[str, torch.optim.Optimizer] = named_optimizers(optimizer)
         if not self._models and not self._optimizers:
             raise OptionError("nothing to put to sleep: give a model, an optimizer or both")
         self._gradients = gradients

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from forebay._device import is_cpu
+from forebay._wrapped import members
 from forebay.errors import OptionError
 
 KINDS = ("parameters", "buffers", "gradients", "optimizer")
@@ -127,6 +128,19 @@ def named(things: Any, what: str, base: type) -> dict[str, Any]:
                 "or a list or dict of them"
             )
     return found
+
+
+def named_optimizers(things: Any) -> dict[str, torch.optim.Optimizer]:
+    """Return optimizers by name, without the wrappers of frameworks around them."""
+    if isinstance(things, dict):
+        found = {name: members(one) for name, one in things.items()}
+        things = {f"{name}.{i}" if i else name: one for name, inner in found.items() for i, one in enumerate(inner)}
+    elif isinstance(things, (list, tuple)):
+        things = [one for thing in things for one in members(thing)]
+    elif things is not None:
+        inner = members(things)
+        things = inner[0] if len(inner) == 1 else inner
+    return named(things, "optimizer", torch.optim.Optimizer)
 
 
 def dense(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 
 /// Ranges start at multiples of this: vector loads stay aligned, and cache lines are not shared.
 pub const EXTENT_ALIGN_BYTES: u64 = 64;
-/// Longest range; a longer storage is cut, so that any fits into one registration.
+/// Longest range by default; a longer storage is cut, so that any fits into one registration.
 pub const EXTENT_MAX_BYTES: u64 = 1 << 30;
 
 /// A range of one segment.
@@ -48,15 +48,38 @@ struct StorageExtents {
 }
 
 /// Segments, free ranges in them, and who lies where.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct Layout {
+    longest_bytes: u64,
     segments: Vec<u64>,
     /// Free ranges: length by segment and offset; neighbours of one segment are joined.
     free: BTreeMap<(usize, u64), u64>,
     storages: HashMap<u64, StorageExtents>,
 }
 
+impl Default for Layout {
+    /// Long storages are cut into ranges of at most [`EXTENT_MAX_BYTES`].
+    fn default() -> Self {
+        Self::cut_at(EXTENT_MAX_BYTES)
+    }
+}
+
 impl Layout {
+    /// Every storage lies in one range, so that the host can read it as one piece of memory. A storage of more than
+    /// [`PIECE_BYTES`] does not fit into a registration and is refused.
+    pub fn uncut() -> Self {
+        Self::cut_at(u64::MAX)
+    }
+
+    fn cut_at(longest_bytes: u64) -> Self {
+        Self { longest_bytes, segments: Vec::new(), free: BTreeMap::new(), storages: HashMap::new() }
+    }
+
+    /// A layout of the same kind without segments.
+    pub fn emptied(&self) -> Self {
+        Self::cut_at(self.longest_bytes)
+    }
+
     /// Whether every storage has its ranges, of this size, with nothing asleep in them.
     pub fn holds(&self, wants: &[Want]) -> bool {
         wants
@@ -106,6 +129,12 @@ impl Layout {
     pub fn place(&mut self, wants: &[Want]) -> Result<Vec<u64>> {
         let mut unplaced = Vec::new();
         for &(id, bytes) in wants {
+            if bytes.min(self.longest_bytes) > PIECE_BYTES {
+                return Err(Error::PlanMismatch {
+                    tensor: format!("storage {id}"),
+                    reason: format!("{bytes} bytes are more than one piece of pinned memory has, {PIECE_BYTES}"),
+                });
+            }
             match self.storages.get(&id) {
                 Some(storage) if storage.asleep => {
                     return Err(Error::PlanMismatch {
@@ -142,7 +171,7 @@ impl Layout {
     fn fill(&mut self, wants: &[Want]) -> Vec<Want> {
         let mut left = Vec::new();
         for &(id, bytes) in wants {
-            let taken: Vec<Option<Extent>> = cuts(bytes).map(|cut| self.take(cut)).collect();
+            let taken: Vec<Option<Extent>> = cuts(bytes, self.longest_bytes).map(|cut| self.take(cut)).collect();
             if taken.iter().all(Option::is_some) {
                 let extents = taken.into_iter().flatten().collect();
                 self.storages.insert(id, StorageExtents { bytes, extents, asleep: false });
@@ -159,7 +188,7 @@ impl Layout {
         let mut added: Vec<u64> = Vec::new();
         for &(id, bytes) in wants {
             let mut extents = Vec::new();
-            for cut in cuts(bytes) {
+            for cut in cuts(bytes, self.longest_bytes) {
                 let room = cut.next_multiple_of(EXTENT_ALIGN_BYTES);
                 if added.last().is_none_or(|&size| size + room > PIECE_BYTES) {
                     added.push(0);
@@ -210,6 +239,6 @@ impl Layout {
 }
 
 /// The lengths into which a storage is cut.
-fn cuts(bytes: u64) -> impl Iterator<Item = u64> {
-    (0..bytes.div_ceil(EXTENT_MAX_BYTES)).map(move |i| (bytes - i * EXTENT_MAX_BYTES).min(EXTENT_MAX_BYTES))
+fn cuts(bytes: u64, longest_bytes: u64) -> impl Iterator<Item = u64> {
+    (0..bytes.div_ceil(longest_bytes)).map(move |i| (bytes - i * longest_bytes).min(longest_bytes))
 }

@@ -71,6 +71,11 @@ impl SleepSlabs {
         Ok(self.slabs[slab].part(part)?.slice(extent.offset_bytes, extent.bytes)?)
     }
 
+    /// Frees all slabs.
+    fn clear(&mut self) {
+        *self = Self { layout: self.layout.emptied(), ..Self::default() };
+    }
+
     fn pinned_bytes(&self) -> u64 {
         self.slabs.iter().map(|slab| slab.bytes()).sum()
     }
@@ -86,12 +91,12 @@ impl SleepSlabs {
         let budget = allocator.budget();
         if let Err(refused) = budget.check(SlabLayout::new(&added)?.bytes()) {
             // Room that is free, but cut up by an earlier layout, is not worth an error.
-            let whole = SlabLayout::new(&Layout::default().place(wants)?)?.bytes();
+            let whole = SlabLayout::new(&self.layout.emptied().place(wants)?)?.bytes();
             let too_large = budget.limit_bytes().is_some_and(|limit| whole > limit);
             if self.slabs.is_empty() || self.layout.any_asleep() || too_large {
                 return Err(refused);
             }
-            *self = Self::default();
+            self.clear();
             return self.place(allocator, wants);
         }
         let slab = allocator.pin(&added)?;
@@ -106,6 +111,12 @@ impl Sleeper {
     /// A sleeper without a slab.
     pub fn new(allocator: Arc<Allocator>) -> Self {
         Self { allocator, slabs: Mutex::default(), streams: Mutex::default(), busy: Arc::default() }
+    }
+
+    /// A sleeper whose sleeping storages can be read on the host: see [`Layout::uncut`] and [`Self::region`].
+    pub fn readable(allocator: Arc<Allocator>) -> Self {
+        let slabs = SleepSlabs { layout: Layout::uncut(), ..SleepSlabs::default() };
+        Self { slabs: Mutex::new(slabs), ..Self::new(allocator) }
     }
 
     /// The device it serves.
@@ -130,6 +141,18 @@ impl Sleeper {
         lock(&self.slabs).place(&self.allocator, wants)
     }
 
+    /// The memory of a storage's place in the slab. Its bytes are those of the storage from the arrival of a sleep's batch
+    /// until the storage is [freed](Self::free).
+    pub fn region(&self, id: u64) -> Result<Region> {
+        let slabs = lock(&self.slabs);
+        let refuse = |reason: &str| Error::PlanMismatch { tensor: format!("storage {id}"), reason: reason.to_owned() };
+        match slabs.layout.extents(id) {
+            Some([extent]) => slabs.region(extent),
+            Some(_) => Err(refuse("it lies in several ranges and cannot be read as one")),
+            None => Err(refuse("it has no place in the slab")),
+        }
+    }
+
     /// Marks storages as awake: their places may be stored to again, or given away.
     pub fn free(&self, ids: &[u64]) {
         lock(&self.slabs).layout.mark(ids, false);
@@ -150,7 +173,7 @@ impl Sleeper {
                 remedy: "its only copy is in the slab; wake it first".to_owned(),
             });
         }
-        *slabs = SleepSlabs::default();
+        slabs.clear();
         Ok(())
     }
 

@@ -19,7 +19,7 @@ use super::layout::EXTENT_ALIGN_BYTES;
 use super::moves::{Move, PackedRange};
 use super::{SLOTS, SleepStreams};
 use crate::error::{Error, Result};
-use crate::flow::{InFlight, Mark, Ring};
+use crate::flow::{InFlight, Mark, Ring, RingUser};
 use crate::sync::{Condvar, Mutex, lock};
 
 /// Which way the bytes go.
@@ -247,9 +247,10 @@ impl TransferCore {
 
     /// Issues batch after batch until there are no more, or one fails; those behind it are dropped.
     fn work(&self, batches: &mpsc::Receiver<Batch>) {
-        let ring = Ring::new(0..SLOTS);
+        let ring = Ring::new(SLOTS);
+        let user = ring.join();
         for batch in batches {
-            let outcome = self.issue(&ring, batch);
+            let outcome = self.issue((&ring, user), batch);
             match outcome {
                 Ok(ends) => {
                     lock(&self.progress).issued.push(ends);
@@ -260,7 +261,7 @@ impl TransferCore {
         }
     }
 
-    fn issue(&self, ring: &Ring<usize, Arc<Mark>>, batch: Batch) -> Result<[Arc<Mark>; 2]> {
+    fn issue(&self, (ring, user): (&Ring<Arc<Mark>>, RingUser), batch: Batch) -> Result<[Arc<Mark>; 2]> {
         if let Some(after) = batch.after {
             self.wait_for(&after)?;
         }
@@ -268,7 +269,7 @@ impl TransferCore {
             let (slot, _) = ring.acquire()?;
             let issued = self.issue_move(slot, one, slab, &batch.regions);
             // A move that was refused half way may have left work on the slot: it is not used again, the transfer ends.
-            ring.give_back(InFlight::until(slot, self.streams.slots[slot][1].clone()));
+            ring.give_back(user, InFlight::until(slot, self.streams.slots[slot][1].clone()));
             issued?;
         }
         let ends = [self.streams.marks.take()?, self.streams.marks.take()?];
