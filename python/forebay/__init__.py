@@ -25,7 +25,9 @@ from forebay.measure import backends, bench_step, probe
 if TYPE_CHECKING:
     from forebay import checkpoint
     from forebay.activations import ActivationOffload, offload_activations, save_on_host
+    from forebay.moving import move
     from forebay.optim import *  # noqa: F403
+    from forebay.optim.offload import offload, restore
     from forebay.sleep import Sleeper
 
 __all__ = [
@@ -44,9 +46,12 @@ __all__ = [
     "bench_step",
     "checkpoint",
     "errors",
+    "move",
+    "offload",
     "offload_activations",
     "optim",
     "probe",
+    "restore",
     "save_on_host",
     "version",
 ]
@@ -63,6 +68,14 @@ def __getattr__(name: str) -> Any:
         import importlib
 
         return importlib.import_module("forebay.checkpoint")
+    if name in ("offload", "restore"):
+        from forebay.optim import offload as module
+
+        return getattr(module, name)
+    if name == "move":
+        from forebay.moving import move
+
+        return move
     if name == "Sleeper":
         from forebay.sleep import Sleeper
 

@@ -465,7 +465,7 @@ class Opened:
 @final
 class Optimizer:
     """
-    An optimizer: its ring, its state and its step.
+    An optimizer: its state and its step.
     """
     def __new__(cls, /, device: str, rule: str, options: Incomplete) -> Optimizer:
         """
@@ -482,11 +482,11 @@ class Optimizer:
         """
     def close(self, /) -> None:
         """
-        Free ring and state. Buffers that are still held keep their memory.
+        Free state, and the ring unless others use it. Buffers that are still held keep their memory.
         """
     def close_ring(self, /) -> None:
         """
-        Wait for every store and free the ring. State stays, and `open_ring` makes steps possible again.
+        Wait for every store and free the ring, unless others use it. State stays, and `open_ring` makes steps possible.
         """
     @property
     def closed(self, /) -> bool:
@@ -514,6 +514,10 @@ class Optimizer:
     def host_kernel(self, /) -> str | None:
         """
         The vector unit that the host's threads use.
+        """
+    def join_ring(self, /) -> bool:
+        """
+        Use the ring that other optimizers have with the same slots on this device; whether there is one.
         """
     def land(self, /, table: SupportsIndex, tensor: SupportsIndex, addr: SupportsIndex, bytes: SupportsIndex, stream: SupportsIndex) -> None:
         """
@@ -599,11 +603,11 @@ class PassSample:
     """
     One moment of a watched pass.
     """
-    def __new__(cls, /, event: str, *, call: SupportsIndex, at_ns: SupportsIndex, host_ns: SupportsIndex, allocated_bytes: SupportsIndex, peak_bytes: SupportsIndex, held_bytes: SupportsIndex) -> PassSample:
+    def __new__(cls, /, event: str, *, call: SupportsIndex, at_ns: SupportsIndex, host_ns: SupportsIndex, allocated_bytes: SupportsIndex, peak_bytes: SupportsIndex, held_bytes: SupportsIndex, gradient_bytes: SupportsIndex, peak_gradient_bytes: SupportsIndex) -> PassSample:
         """
         The event is "begin", "enter", "leave", "open" or "end"; the call counts for the middle three. Times are since the
         pass began on the device's clock, and on the host's; bytes are allocated now, at the peak since the sample before,
-        and held for saved tensors that leave or arrive.
+        and held for saved tensors that leave or arrive; gradients that the pass has made are counted now and at the peak.
         """
 
 @final
@@ -718,6 +722,10 @@ class Saving:
         """
         Complete it with a manifest, given as JSON. With `keep_last`, remove older checkpoints of the path.
         """
+    def discard(self, /) -> None:
+        """
+        Give it up and remove what has been written. No rank may be writing any more.
+        """
     def folder(self, /) -> str:
         """
         The subfolder.
@@ -728,9 +736,9 @@ class Slabs:
     """
     The slabs of one device in which storages sleep, and the transfer under way.
     """
-    def __new__(cls, /, device: str) -> Slabs:
+    def __new__(cls, /, device: str, readable: bool = False) -> Slabs:
         """
-        Open a device; nothing is pinned yet.
+        Open a device; nothing is pinned yet. If `readable` is set, storages in the slabs can be read on the host.
         """
     def begin(self, /, to_sleep: bool, stream: SupportsIndex, staging_addr: SupportsIndex, staging: Any) -> None:
         """
@@ -778,6 +786,10 @@ class Slabs:
         """
         Submit a batch: numbers, addresses and sizes of storages that `owner` holds. Returns the batch's number. In a sleep
         the places of these storages are in use from now on until `free`: nothing else is stored there.
+        """
+    def views(self, /, ids: SupportsGetItem[int, SupportsIndex]) -> list[HostView]:
+        """
+        The memory of storages' places, for slabs that are readable. Valid when their batch has arrived, until `free`.
         """
     def wait(self, /, batch: SupportsIndex) -> None:
         """

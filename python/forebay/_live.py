@@ -17,6 +17,7 @@ import torch
 
 from forebay._device import is_gpu, record_event, wait_event
 from forebay._tensors import address, is_dtensor, local
+from forebay._wrapped import bare
 from forebay.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Live:
             self.written.set()
             return
         _under_way.add(self)
-        for one in optimizers:
+        for one in map(bare, optimizers):
             # Never removed: another thread would do it, perhaps while a step runs its hooks.
             if one not in _of:
                 one.register_step_pre_hook(_before_step)
@@ -109,7 +110,7 @@ def wait_for_live(optimizer: torch.optim.Optimizer | None = None) -> None:
     if optimizer is None:
         for live in list(_under_way):
             live.written.wait()
-    elif (live_of := _live_of(optimizer)) is not None:
+    elif (live_of := _live_of(bare(optimizer))) is not None:
         live_of.written.wait()
 
 
@@ -126,7 +127,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 def waited_s(optimizer: torch.optim.Optimizer) -> float:
     """Return how many seconds an optimizer's last step waited for live tensors."""
-    return _waited.get(optimizer, 0.0)
+    return _waited.get(bare(optimizer), 0.0)
 
 
 def _live_of(optimizer: torch.optim.Optimizer) -> Live | None:

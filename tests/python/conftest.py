@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +14,11 @@ from support.saves import end_of_saves
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts jobs in the background so, and tests that press Ctrl-C would wait for ever. What a test starts
+    # inherits this.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 STAY_TOGETHER = ("distributed/", "test_bench.py")
 """Where tests share what one of them starts: groups of processes, a benchmark's run."""

@@ -13,7 +13,7 @@ use crate::guard;
 use crate::inputs::{NewTensor, Options, Resident, Tensors, dict, host_regions, on_device, scalar, specs, table_input};
 use crate::torch::{self, HostView};
 
-/// An optimizer: its ring, its state and its step.
+/// An optimizer: its state and its step.
 #[pyclass(frozen)]
 pub(crate) struct Optimizer {
     inner: optimizer::Optimizer,
@@ -43,6 +43,11 @@ impl Optimizer {
         self.inner.ring_bytes()
     }
 
+    /// Use the ring that other optimizers have with the same slots on this device; whether there is one.
+    fn join_ring(&self, py: Python<'_>) -> PyResult<bool> {
+        guard::run(py, || self.inner.join_ring())
+    }
+
     /// Make the ring in memory that `owner` keeps alive, or on the device itself where the address is 0.
     fn open_ring(&self, py: Python<'_>, addr: u64, owner: Py<PyAny>, stream: u64) -> PyResult<()> {
         guard::run(py, || {
@@ -55,7 +60,7 @@ impl Optimizer {
         })
     }
 
-    /// Wait for every store and free the ring. State stays, and `open_ring` makes steps possible again.
+    /// Wait for every store and free the ring, unless others use it. State stays, and `open_ring` makes steps possible.
     fn close_ring(&self, py: Python<'_>) -> PyResult<()> {
         guard::run(py, || self.inner.close_ring())
     }
@@ -186,7 +191,7 @@ impl Optimizer {
         self.inner.device().counters().total()
     }
 
-    /// Free ring and state. Buffers that are still held keep their memory.
+    /// Free state, and the ring unless others use it. Buffers that are still held keep their memory.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         guard::run(py, || self.inner.close())
     }

@@ -52,8 +52,8 @@ pub(crate) fn host_region(addr: u64, bytes: u64, keeper: &Keeper) -> Result<Regi
 /// Names a whole buffer, such as the ring that torch allocated.
 pub(crate) fn buffer(device: &SharedDevice, addr: u64, bytes: u64, keeper: Keeper) -> Result<Buffer> {
     // SAFETY: `Optimizer._open_ring` (optim/base.py) and `Mover._begin` (sleep/transfer.py) take the address from one tensor
-    // of this many bytes on this device. `keeper` holds the tensor, and the pipeline or transfer that owns the buffer
-    // drains before it drops it.
+    // of this many bytes on this device. `keeper` holds the tensor. A ring drops the buffer when its last user is gone, and
+    // each user has waited for its own work before; a transfer drains before it drops it.
     Ok(unsafe { Buffer::borrow(addr as usize, bytes, Place::Device, device.info().id, keeper) }?)
 }
 
@@ -61,9 +61,9 @@ pub(crate) fn buffer(device: &SharedDevice, addr: u64, bytes: u64, keeper: Keepe
 pub(crate) fn storage(device: &SharedDevice, addr: u64, bytes: u64, keeper: &Keeper) -> Result<Region> {
     // SAFETY: `Mover.submit` (sleep/transfer.py) takes address and length from one storage on this device, and `keeper`
     // holds the storage. `Sleeper._empty` and `Sleeper._allocate` (sleep/sleeper.py) resize a storage only after its batch
-    // has arrived or before the batch is submitted, so the memory stays while the transfer uses it. For memory on a GPU,
-    // `Mover._begin` passes torch's current stream, behind whose work the transfer begins, so nothing else uses memory
-    // that torch's allocator has just given out.
+    // has arrived or before the batch is submitted, and `Room` (moving/rooms.py) never resizes one, so the memory stays
+    // while the transfer uses it. For memory on a GPU, `Mover._begin` passes torch's current stream, behind whose work the
+    // transfer begins, so nothing else uses memory that torch's allocator has just given out.
     Ok(unsafe { Buffer::borrow(addr as usize, bytes, Place::Device, device.info().id, keeper.clone()) }?.into_region())
 }
 
@@ -221,8 +221,9 @@ impl HostView {
         };
         // SAFETY: `view` is the buffer to fill; the range is live host memory of that length for as long as `slf`
         // lives, of which the call takes a reference for the buffer's owner. Writes by the device are ordered by those
-        // who use the buffer: `State` (optim/state.py) waits for them, and `Snapshot._to_host` (checkpoint/snapshot.py)
-        // gets its buffers when their copies have ended.
+        // who use the buffer: `State` (optim/state.py) waits for them, `Snapshot._to_host` (checkpoint/snapshot.py) gets
+        // its buffers when their copies have ended, and `Room.store` (moving/rooms.py) asks for buffers when the batch has
+        // arrived and stores to no range that a buffer is in use for.
         let status = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), addr, len, 0, flags) };
         if status == 0 { Ok(()) } else { Err(PyErr::fetch(slf.py())) }
     }

@@ -111,6 +111,10 @@ def last_backward(optimizer: Optimizer) -> Iterator[None]:
             f"last_backward needs placement 'host' or 'hybrid', and the host must update a part; this is "
             f"{options.placement!r} with no part on the host; call backward without it"
         )
+    if options.grad_source != "grad":
+        raise OptionError(
+            f"last_backward reads grad, and grad_source is {options.grad_source!r}; call backward without it"
+        )
     if landed.active:
         raise OptionError("last_backward cannot be nested")
     # All memory is pinned here: in a hook of autograd or FSDP pinning could deadlock with a collective.

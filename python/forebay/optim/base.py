@@ -6,15 +6,19 @@ on the rule's columns only. This file names no optimizer.
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
+import warnings
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch._compile import _disable_dynamo
 
 from forebay import _core
+from forebay._checks import positive
 from forebay._device import CPU, check_not_captured, device_of, engine_name, is_gpu, stream_handle
 from forebay._live import wait_for_live, waited_s
 from forebay._tensors import (
@@ -27,11 +31,13 @@ from forebay._tensors import (
     total_norm,
 )
 from forebay.errors import CheckpointError, DeviceError, OptionError
+from forebay.optim.amp import unscale
 from forebay.optim.backward import Landed, last_backward
 from forebay.optim.create import create
 from forebay.optim.gather import Flat, Found, Table
 from forebay.optim.load import load
 from forebay.optim.options import Keywords, Options, check_options
+from forebay.optim.signature import describe
 from forebay.optim.state import MASTER, STEP, ParameterState, State
 
 if TYPE_CHECKING:
@@ -76,7 +82,8 @@ class Optimizer(torch.optim.Optimizer):
     chunk_bytes
         Bytes of one slot, for all columns of state together.
     slots
-        Slots in the ring; ``slots * chunk_bytes`` is the GPU memory that a step needs.
+        Slots in the ring; ``slots * chunk_bytes`` is the GPU memory that a step needs. All optimizers of a process that
+        have the same ``slots`` and ``chunk_bytes`` on a GPU share one ring.
     master_weights
         Keep an f32 master of each bf16 and f16 parameter, as ``state[p]["master_param"]``. By default on.
     state_dtype
@@ -89,7 +96,11 @@ class Optimizer(torch.optim.Optimizer):
     pinned_budget_bytes
         The most host memory to pin; a larger need raises an error. It covers state and the gradients of
         ``last_backward``. If the host updates parameters of a GPU, it also covers a ring of
-        ``2 * slots * chunk_bytes`` for their gradients and weights.
+        ``2 * slots * chunk_bytes`` for their gradients and weights. Optimizers that share this ring each count all of
+        it: the ring stays while any of them uses it.
+    grad_source
+        The attribute of a parameter that has its gradient: ``"grad"``, or ``"decoupled_grad"`` or ``"main_grad"``, as
+        Megatron-LM has them. ``zero_grad`` clears ``grad`` only.
     device
         Where to compute when parameters are on the CPU; by default on the CPU.
     host_fraction
@@ -114,12 +125,20 @@ class Optimizer(torch.optim.Optimizer):
     """The keys of a group whose value the class decides: another value is refused, and a loaded one ignored."""
     alive: ClassVar[weakref.WeakSet[Optimizer]] = weakref.WeakSet()
     """Every optimizer of this process."""
+    offloads_itself: ClassVar[bool] = True
+    """True: frameworks need not move the state between host and GPU. An assigned tensor is copied into the state, so a
+    move to the GPU and back would cross the wire twice and change nothing."""
+
+    def __init_subclass__(cls, **others: Any) -> None:
+        super().__init_subclass__(**others)
+        describe(cls, Optimizer)
 
     def __init__(self, params: Iterable[Any], settings: dict[str, Any], options: Keywords) -> None:
         checked = check_options(type(self), options)
         defaults = self.check_settings(settings)
-        self._set_up(checked)
-        super().__init__(params, defaults)
+        self._set_up(checked, defaults)
+        # The base class, not torch's optimizer of the same name: ``check_settings`` has done what that one does.
+        torch.optim.Optimizer.__init__(self, params, defaults)
         self._choose_device()
 
     def numbers(self, group: dict[str, Any]) -> list[float]:
@@ -135,15 +154,26 @@ class Optimizer(torch.optim.Optimizer):
         """Raise if a setting is invalid; return the defaults of a group, with all keys of this version of torch."""
         assert cls.reference is not None
         reference: Any = cls.reference
+        # Older versions of torch lack some arguments; a value that asks for nothing may be left out.
+        takes = inspect.signature(reference).parameters
+        settings = {name: value for name, value in settings.items() if name in takes or value}
         try:
             return dict(reference([torch.zeros(1)], **settings).defaults)
         except ValueError as error:
             raise OptionError(str(error)) from error
 
-    def _set_up(self, options: Options) -> None:
+    @classmethod
+    def rule_for(cls, defaults: dict[str, Any]) -> str:
+        """Return the name of the engine's rule for groups with these defaults."""
+        return cls.rule
+
+    def _set_up(self, options: Options, defaults: dict[str, Any]) -> None:
+        others = set(vars(self))
         Optimizer.alive.add(self)
         self._options = options
-        self._rule = _core.Rule(self.rule)
+        self._rule = _core.Rule(self.rule_for(defaults))
+        # GradScaler then leaves unscaling and skipping to the step.
+        self._step_supports_amp_scaling = bool(defaults.get("fused"))
         self._state = State(self)
         # Opened at its first use, never in the constructor. The engine knows whether it is closed, has a ring, and can
         # be trusted.
@@ -159,13 +189,18 @@ class Optimizer(torch.optim.Optimizer):
         self._flat: Flat | None = None
         self._landed = Landed()
         self._grad_norm: torch.Tensor | None = None
+        self._has_stepped = False
         self._step_s = 0.0
+        # Torch's class that ``offload`` has replaced; None for an optimizer that was made by forebay's class.
+        self._restores: type[torch.optim.Optimizer] | None = None
+        # What torch's optimizers do not have.
+        self._own_attributes = {*vars(self), "_own_attributes"} - others
 
     # The methods of torch's optimizers.
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; their state is created with the next step, load or ``prepare``."""
-        super().add_param_group(param_group)
+        torch.optim.Optimizer.add_param_group(self, param_group)
         index = len(self.param_groups) - 1
         group = self.param_groups[index]
         try:
@@ -213,14 +248,15 @@ class Optimizer(torch.optim.Optimizer):
             "state": self.state,
             "param_groups": self.param_groups,
             "_options": self._options,
+            "_restores": self._restores,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
         if "_options" in state:
-            self._set_up(state.pop("_options"))
+            self._set_up(state.pop("_options"), state["defaults"])
         loaded = state.pop("state", None)
-        super().__setstate__(state)
+        torch.optim.Optimizer.__setstate__(self, state)
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -262,24 +298,53 @@ class Optimizer(torch.optim.Optimizer):
         closure
             A function that computes the loss again; its value is returned.
         """
+        if not isinstance(self, Optimizer):
+            # A wrapper kept this method, and ``restore`` has made the object torch's again since.
+            return type(self).step.__wrapped__(self, closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._take_step()
+        return loss
+
+    def _init_group(self, group: dict[str, Any], *_: Any) -> bool:
+        """Take the step when torch's own ``step`` runs on this object; torch is given no tensors to update.
+
+        Torch's ``step`` calls this for each group. It runs here if a scheduler or a framework kept it from before
+        ``offload``. Hooks and closures have run by then.
+        """
+        if group is self.param_groups[0]:
+            if torch._guards.TracingContext.try_get() is not None:
+                # torch.compile calls this once, while it traces torch's step, and would reuse what it got. With this
+                # exception it leaves the call out of the graph, and calls it in every step.
+                from torch._dynamo.exc import Unsupported
+
+                raise Unsupported("forebay takes its step outside of compiled graphs")
+            self._take_step()
+        return False
+
+    @_disable_dynamo
+    def _take_step(self) -> None:
         start = time.perf_counter()
         self.check_trusted("stepped")
         engine, compute = self._open()
+        if not unscale(self):
+            self._landed.forget(engine)
+            return
         found = self._collect(compute)
         clip = self._clip(found.gradients, compute) if found.parameters else Clip(skips=True)
         if clip.skips:
             self._landed.forget(engine)
-            return loss
+            return
         create(self, found.flat, found.parameters)
+        engine, compute = self._open()
         self._landed.check(engine)
         try:
             self._update(engine, compute, found, clip)
         finally:
             self._landed.forget(engine)
+        self._has_stepped = True
         self.state.updated(found.parameters)
         bump_versions(found.parameters)
         if found.inner is not found.parameters:
@@ -287,7 +352,6 @@ class Optimizer(torch.optim.Optimizer):
         for original, copy in found.copies:
             original.copy_(copy)
         self._step_s = time.perf_counter() - start
-        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do the same as torch. Also drop gradients that ``last_backward`` copied."""
@@ -301,7 +365,7 @@ class Optimizer(torch.optim.Optimizer):
         """Return the parameters that have a gradient, checked before anything is changed."""
         for group in self.param_groups:
             self._check_group(group)
-        found = Found(self._flatten())
+        found = Found(self._flatten(), self._options.grad_source)
         if not found.read(compute.index if is_gpu(compute) else -1):
             self._explain(found, compute)
         return found
@@ -345,6 +409,7 @@ class Optimizer(torch.optim.Optimizer):
         homes = [self._homes[id(parameter)] for parameter in found.parameters] if table is None else None
         if table is None or found.properties.fits is not table:
             self._check_unchanged(found, *self._created_as(table, homes))
+            self._warn_of_casts(found)
             found.properties.fits = table
         if not (found.contiguous and all(table.contiguous for table in self._tables)):
             found.put_in_order(self._strides(table, homes))
@@ -387,6 +452,27 @@ class Optimizer(torch.optim.Optimizer):
                     f"{name} has shape {tuple(parameter.shape)}, its state {tuple(shape)}; make a new optimizer after "
                     "changing a parameter's shape"
                 )
+
+    def _warn_of_casts(self, found: Found) -> None:
+        """Warn about parameters that were cast to half precision after their state was created without a master."""
+        cast = []
+        for parameter, inner, group, position in zip(
+            found.parameters, found.inner, found.groups, found.positions, strict=True
+        ):
+            number, index = self._homes[id(parameter)]
+            known = self._tables[number].dtypes
+            if inner.dtype == known[index]:
+                continue
+            if self._options.keeps_master(inner.dtype) and not self._options.keeps_master(known[index]):
+                cast.append(f"{self._name(group, position)} (now {inner.dtype})")
+            known[index] = inner.dtype
+        if cast:
+            shown = ", ".join(cast[:4]) + (f" and {len(cast) - 4} others" if len(cast) > 4 else "")
+            warnings.warn(
+                f"parameters were cast after their state was created and have no master, so small updates are rounded "
+                f"away: {shown}; make the optimizer after the cast",
+                stacklevel=4,
+            )
 
     def _check_apart(self, found: Found) -> None:
         """Raise if parameters share memory: torch updates them in turn, the engine updates them together."""
@@ -432,7 +518,7 @@ class Optimizer(torch.optim.Optimizer):
         """Return the engine and the device that it computes on."""
         if self._engine is None:
             self._compute = self._choose_device()
-            self._engine, self._process = self._options.open(engine_name(self._compute), self.rule), os.getpid()
+            self._engine, self._process = self._options.open(engine_name(self._compute), self._rule.name), os.getpid()
         if self._is_inherited():
             raise DeviceError(
                 "this optimizer was used before fork() and does not work in the child; make a new one there"
@@ -455,21 +541,33 @@ class Optimizer(torch.optim.Optimizer):
             raise OptionError(f"device={asked} contradicts parameters on {found}; leave it out")
         return found
 
+    def _start_over(self) -> None:
+        """Free all state and the engine; the next use opens a new one. The values of ``state`` become plain copies."""
+        kept = {parameter: _copy(values) for parameter, values in self.state.items()}
+        self.state.clear()
+        self.close()
+        self._engine, self._apart = None, None
+        self._tables.clear()
+        self.state.update(kept)
+
     def _forget_home(self, number: int) -> None:
         """Forget a parameter, given by its id; nothing updates it again."""
         table, index = self._homes.pop(number)
         self._tables[table].parameters[index] = None
 
     def _open_ring(self, engine: _core.Optimizer, compute: torch.device) -> None:
-        """Make the ring if this placement needs one and has none yet."""
-        if engine.has_ring or not (size := engine.ring_bytes()):
+        """Use the ring of other optimizers with the same slots, or make one, if this placement needs one."""
+        if engine.has_ring or not (size := engine.ring_bytes()) or engine.join_ring():
             return
         # From torch's own allocator, so that its statistics include the ring.
         ring = torch.empty(size, dtype=torch.uint8, device=compute) if is_gpu(compute) else None
         engine.open_ring(0 if ring is None else address(ring), ring, stream_handle(compute))
 
     def _release_ring(self) -> None:
-        """Wait for all stores and free the ring's memory on the device; ``_restore_ring`` makes it again."""
+        """Wait for all stores and give the ring up; its memory is freed if no other optimizer uses it.
+
+        ``_restore_ring`` makes the ring again.
+        """
         self.synchronize()
         if self._engine is not None and not self.is_closed:
             self._engine.close_ring()
@@ -542,15 +640,28 @@ class Optimizer(torch.optim.Optimizer):
         """
         return self._grad_norm
 
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The largest norm of the gradients; a larger one is clipped inside the step. None for no clipping."""
+        return self._options.max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | None) -> None:
+        if value is None and self._options.skip_nonfinite:
+            raise OptionError("skip_nonfinite needs max_grad_norm: without it no norm is computed")
+        limit = positive("max_grad_norm", value, without="for no clipping")
+        self._options = replace(self._options, max_grad_norm=limit)
+
     def stats(self) -> dict[str, float | int]:
         """Return statistics of the last step. Waits for its stores.
 
         Bytes are payload: two f32 columns without masters are exactly 8 bytes for each element and direction. The times
         of the stages are sums over chunks, measured on one chunk in 64. The step waited ``stalls`` times for a slot of
-        the ring, and ``save_stalls`` times for the writer of an ``async_save``.
+        the ring, and ``save_stalls`` times for the writer of an ``async_save``. ``device_bytes`` and ``pinned_bytes``
+        include rings that this optimizer shares with others, and each of them reports all of it.
         """
         self._check_available()
-        engine = self._engine or self._options.open(engine_name(CPU), self.rule)
+        engine = self._engine or self._options.open(engine_name(CPU), self._rule.name)
         found = {"step_s": self._step_s, **engine.stats()}
         before_s = waited_s(self)
         found["save_stalls"] += before_s > 0
@@ -583,15 +694,22 @@ class Optimizer(torch.optim.Optimizer):
             )
 
     def close(self) -> None:
-        """Free ring and pinned memory. Tensors of state that are still in use stay readable and keep their memory."""
+        """Free pinned memory, and the ring if no other optimizer uses it.
+
+        Tensors of state that are still in use stay readable and keep their memory.
+        """
         if not self._is_inherited() and not self.is_closed:
             if self._engine is None:
                 # An optimizer that was never used has nothing to free. A new engine records that it is closed.
-                self._engine, self._process = self._options.open(engine_name(CPU), self.rule), os.getpid()
+                self._engine, self._process = self._options.open(engine_name(CPU), self._rule.name), os.getpid()
             self._landed.forget(self._engine)
             self._engine.close()
         self._landed.close()
         self.state.forget_taken()
+
+
+def _copy(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in values.items()}
 
 
 def rate(group: dict[str, Any]) -> float:

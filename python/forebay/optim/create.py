@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from forebay.optim.base import Optimizer
 
 
-def create(optimizer: Optimizer, flat: Flat, found: list[torch.Tensor]) -> None:
+def create(optimizer: Optimizer, flat: Flat, found: list[torch.Tensor], *, only: bool = False) -> None:
     """Create state for all parameters that can have a gradient and have none yet.
 
     Parameters
@@ -28,6 +28,8 @@ def create(optimizer: Optimizer, flat: Flat, found: list[torch.Tensor]) -> None:
         Its parameters.
     found
         Parameters that get state in any case: they have a gradient, or state to be loaded.
+    only
+        Whether the other parameters get none yet.
     """
     state, homes = optimizer.state, optimizer._homes
     numbers = [optimizer.numbers(group) for group in optimizer.param_groups]
@@ -36,6 +38,8 @@ def create(optimizer: Optimizer, flat: Flat, found: list[torch.Tensor]) -> None:
     if flat.created == columns and is_known and not state.edited:
         return
     check_columns(optimizer, optimizer.param_groups)
+    if not optimizer._has_stepped:
+        forget_replaced(optimizer, flat)
     if optimizer._options.is_resident:
         # A parameter that was replaced would otherwise stay in memory.
         state.forget_taken(keep=set(map(id, flat.parameters)))
@@ -44,7 +48,7 @@ def create(optimizer: Optimizer, flat: Flat, found: list[torch.Tensor]) -> None:
     for place, parameter in enumerate(flat.parameters):
         if id(parameter) in homes:
             state.complete(state.rooms[id(parameter)])
-        elif parameter.requires_grad or id(parameter) in wanted:
+        elif id(parameter) in wanted or (parameter.requires_grad and not only):
             group = flat.groups[place]
             name = optimizer._name(group, flat.positions[place])
             check_parameter(parameter, name, optimizer._label)
@@ -55,7 +59,22 @@ def create(optimizer: Optimizer, flat: Flat, found: list[torch.Tensor]) -> None:
     if new:
         _add(optimizer, flat, new, numbers)
     state.edited = False
-    flat.settle(columns, optimizer._tables, homes)
+    if not only or flat.created is not None:
+        flat.settle(columns, optimizer._tables, homes)
+
+
+def forget_replaced(optimizer: Optimizer, flat: Flat) -> None:
+    """Free the state of parameters that are in no group any more, and keep the rest.
+
+    Frameworks replace the parameters of the groups before the first step, by their shards for example.
+    """
+    here = set(map(id, flat.parameters))
+    replaced = [room.parameter for room in optimizer.state.rooms.values() if id(room.parameter) not in here]
+    if not replaced:
+        return
+    for parameter in replaced:
+        optimizer.state.pop(parameter, None)
+    optimizer._start_over()
 
 
 def check_columns(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:

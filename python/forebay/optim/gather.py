@@ -40,6 +40,8 @@ class Table:
         # The engine relies on these: a parameter that changes its device or shape later raises an error.
         self.devices = [local(parameter).get_device() for parameter in parameters]
         self.shapes = [local(parameter).shape for parameter in parameters]
+        # Whether a parameter has a master depends on these.
+        self.dtypes = [local(parameter).dtype for parameter in parameters]
         # The order of the state's memory; parameters and gradients in another order are copied to this one.
         self.strides = [dense_strides(local(parameter)) for parameter in parameters]
         self.contiguous = all(local(parameter).is_contiguous() for parameter in parameters)
@@ -98,7 +100,7 @@ class Flat:
 class Found:
     """The parameters of one step that have a gradient, and the memory that the kernels work on."""
 
-    def __init__(self, flat: Flat) -> None:
+    def __init__(self, flat: Flat, source: str = "grad") -> None:
         self.flat = flat
         self.parameters, self.groups, self.positions = flat.parameters, flat.groups, flat.positions
         self.whole = True
@@ -107,12 +109,12 @@ class Found:
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.properties: Properties | None = None
         self.contiguous = False
-        at_once = look_with_gradients(flat.parameters)
+        at_once = look_with_gradients(flat.parameters) if source == "grad" else None
         if at_once is not None:
             self.gradients, kept, *looked = at_once
             self.looked = (looked[0], looked[1])
         else:
-            gradients = [(parameter, parameter.grad) for parameter in flat.parameters]
+            gradients = [(parameter, getattr(parameter, source, None)) for parameter in flat.parameters]
             self.gradients = [placed_like(parameter, found) for parameter, found in gradients if found is not None]
             every = len(self.gradients) == len(gradients)
             kept = None if every else [i for i, (_, gradient) in enumerate(gradients) if gradient is not None]

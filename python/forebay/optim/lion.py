@@ -34,7 +34,7 @@ class Lion(Optimizer):
     maximize
         Follow the gradient upwards.
     options
-        What every optimizer of forebay takes: see :class:`forebay.optim.base.Optimizer`.
+        See below.
     """
 
     rule = "lion"

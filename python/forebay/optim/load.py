@@ -36,15 +36,29 @@ def load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     for group in groups:
         optimizer._check_group(group)
     check_columns(optimizer, groups)
-    engine, _ = optimizer._open()
-    optimizer._settle(None)
-    optimizer._protect()
     earlier, optimizer.param_groups = optimizer.param_groups, groups
     try:
-        create(optimizer, optimizer._flatten(), [parameter for parameter, _ in by_parameter])
+        # Frameworks load the empty state of a new optimizer, perhaps before they move or shard the model.
+        if by_parameter or optimizer.state.rooms:
+            replace_state(optimizer, by_parameter)
+        elif optimizer.state:
+            optimizer.state.clear()
     except BaseException:
         optimizer.param_groups = earlier
         raise
+    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        post_hook(optimizer)
+
+
+def replace_state(optimizer: Optimizer, by_parameter: list[tuple[torch.Tensor, dict[str, Any]]]) -> None:
+    """Make these values the state of their parameters, and reset the state of all others.
+
+    Creates state for these parameters only. The others get theirs with the next step or ``prepare``.
+    """
+    engine, _ = optimizer._open()
+    optimizer._settle(None)
+    optimizer._protect()
+    create(optimizer, optimizer._flatten(), [parameter for parameter, _ in by_parameter], only=True)
     state = optimizer.state
     # A source may be the live state of another parameter: copy such sources before anything is overwritten.
     sources = {
@@ -61,8 +75,6 @@ def load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         if id(parameter) not in state.rooms:
             del state[parameter]
     engine.trust()
-    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-        post_hook(optimizer)
 
 
 def _merge_group(optimizer: Optimizer, group: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
@@ -83,14 +95,20 @@ def _check_loaded(
                 f"{len(group['params'])} in the optimizer"
             )
         for position, (key, parameter) in enumerate(zip(saved["params"], group["params"], strict=True)):
-            found = (saved_state.get(key) or {}).items()
-            values = {name: value for name, value in found if not _is_none(optimizer, name, value)}
-            if not values:
-                continue
-            for name, value in values.items():
-                check_value(optimizer, optimizer._name(index, position), parameter, name, value)
-            pairs.append((parameter, values))
+            values = loaded_values(optimizer, optimizer._name(index, position), parameter, saved_state.get(key))
+            if values:
+                pairs.append((parameter, values))
     return pairs
+
+
+def loaded_values(
+    optimizer: Optimizer, parameter_name: str, parameter: torch.Tensor, found: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the values of a parameter's saved state that are there; raise if one cannot be its state."""
+    values = {name: value for name, value in (found or {}).items() if not _is_none(optimizer, name, value)}
+    for name, value in values.items():
+        check_value(optimizer, parameter_name, parameter, name, value)
+    return values
 
 
 def _is_none(optimizer: Optimizer, name: str, value: Any) -> bool:

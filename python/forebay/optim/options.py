@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 import torch
 
@@ -15,13 +17,16 @@ from forebay.errors import OptionError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-PLACEMENTS = ("stream", "resident", "host", "hybrid")
+Placement = Literal["stream", "resident", "host", "hybrid"]
+GradSource = Literal["grad", "decoupled_grad", "main_grad"]
+PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
+GRAD_SOURCES: tuple[GradSource, ...] = get_args(GradSource)
 
 
 class Keywords(TypedDict, total=False):
     """Options as the user gives them; documented at :class:`forebay.optim.base.Optimizer`."""
 
-    placement: str
+    placement: Placement
     chunk_bytes: int
     slots: int
     master_weights: bool | None
@@ -29,10 +34,11 @@ class Keywords(TypedDict, total=False):
     max_grad_norm: float | None
     skip_nonfinite: bool
     pinned_budget_bytes: int | None
+    grad_source: GradSource
     device: torch.device | str | None
-    host_fraction: float | str | None
+    host_fraction: float | Literal["auto"] | None
     host_threads: int | None
-    host_kernel: str | None
+    host_kernel: Literal["portable", "avx2", "avx512"] | None
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class Options:
     max_grad_norm: float | None
     skip_nonfinite: bool
     pinned_budget_bytes: int | None
+    grad_source: str
     device: torch.device | None
     # The part of the state that the host updates; None to measure the fastest part.
     host_fraction: float | None = 0.0
@@ -86,13 +93,16 @@ def check_options(owner: type, given: Mapping[str, Any]) -> Options:
     given
         The options by name.
     """
+    known = inspect.signature(owner).parameters
     for name in given:
         if name not in Keywords.__annotations__:
-            raise TypeError(f"{owner.__qualname__}.__init__() got an unexpected keyword argument {name!r}")
-    return _check(**given)
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"{owner.__qualname__}.__init__() got an unexpected keyword argument {name!r}{hint}")
+    return resolve(**given)
 
 
-def _check(
+def resolve(
     *,
     placement: str = "stream",
     chunk_bytes: int = 16 << 20,
@@ -102,12 +112,15 @@ def _check(
     max_grad_norm: float | None = None,
     skip_nonfinite: bool = False,
     pinned_budget_bytes: int | None = None,
+    grad_source: str = "grad",
     device: torch.device | str | None = None,
     host_fraction: float | str | None = None,
     host_threads: int | None = None,
     host_kernel: str | None = None,
 ) -> Options:
+    """Check every option; the signature has the defaults."""
     one_of("placement", placement, PLACEMENTS)
+    one_of("grad_source", grad_source, GRAD_SOURCES)
     # The smallest slot holds one kernel's work on the widest state: four columns and two operands of 64 f32.
     whole("chunk_bytes", chunk_bytes, 6 * 64 * 4)
     whole("slots", slots, 2)
@@ -127,6 +140,7 @@ def _check(
         max_grad_norm=positive("max_grad_norm", max_grad_norm, without="for no clipping"),
         skip_nonfinite=bool(skip_nonfinite),
         pinned_budget_bytes=pinned_budget_bytes,
+        grad_source=grad_source,
         device=None if device is None else device_named(device),
         host_fraction=_check_host(placement, host_fraction, host_threads, host_kernel),
         host_threads=host_threads,

@@ -14,8 +14,11 @@ if TYPE_CHECKING:
     from forebay.optim.options import Keywords
 
 
-class SGD(Optimizer):
-    """``torch.optim.SGD``, bit for bit the same as its fused CUDA implementation in f32.
+class SGD(Optimizer, torch.optim.SGD):
+    """``torch.optim.SGD`` with its state in host memory.
+
+    For f32 parameters on CUDA it has the bits of ``torch.optim.SGD(fused=True)`` of torch 2.11. In all other cases,
+    results may differ from torch's in the last bits, and masters make bf16 and f16 parameters more exact.
 
     As in torch, a parameter has a ``momentum_buffer`` from its first update with momentum, and no state without
     momentum. Momentum may be set to zero later; the buffer then keeps its values until momentum is switched on again.
@@ -25,13 +28,28 @@ class SGD(Optimizer):
     ----------
     params, lr, momentum, dampening, weight_decay, nesterov, maximize
         As in ``torch.optim.SGD``. ``lr`` may be a tensor on the CPU.
+    foreach, fused
+        Recorded in the groups, as torch does. The update is always forebay's own. With ``fused=True`` a ``GradScaler``
+        leaves unscaling and skipping to the step.
+    differentiable
+        True is refused: the step runs on the engine's own streams.
     options
-        What every optimizer of forebay takes: see :class:`forebay.optim.base.Optimizer`.
+        See below.
     """
 
     rule = "sgd"
     reference: ClassVar[type[torch.optim.Optimizer] | None] = torch.optim.SGD
-    settings = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+    settings = (
+        "lr",
+        "momentum",
+        "dampening",
+        "weight_decay",
+        "nesterov",
+        "maximize",
+        "foreach",
+        "differentiable",
+        "fused",
+    )
     switches: ClassVar[dict[str, str]] = {"momentum_buffer": "momentum"}
 
     def __init__(
@@ -44,7 +62,10 @@ class SGD(Optimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
         **options: Unpack[Keywords],
     ) -> None:
-        settings = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
-        super().__init__(params, {**settings, "nesterov": nesterov, "maximize": maximize}, options)
+        given = locals()
+        Optimizer.__init__(self, params, {name: given[name] for name in self.settings}, options)

@@ -115,7 +115,7 @@ def a_plain_save_after_one_that_failed_raises_on_both() -> None:
     dist.all_gather_object(found, dist.get_rank())
     assert found == [0, 1]
     save(path, net, optimizer)
-    assert complete(path) == ["00000002"]
+    assert complete(path) == ["00000001"]
 
 
 @case(2)

@@ -69,10 +69,26 @@ def test_options_are_checked_in_the_constructor(device: torch.device, options: d
     assert isinstance(caught.value, ValueError)
 
 
-@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"capturable": True}, {"momentum": 0.9}])
+@pytest.mark.parametrize("options", [{"momentum": 0.9}, {"decoupled_weight_decay": True}])
 def test_unknown_options_are_refused(device: torch.device, options: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=next(iter(options))):
         forebay.AdamW(make([(3,)], device=device), **options)
+
+
+@pytest.mark.parametrize("option", ["capturable", "differentiable"])
+def test_what_the_engine_cannot_do_is_refused_with_the_reason(device: torch.device, option: str) -> None:
+    with pytest.raises(forebay.OptionError, match=f"{option}=True is not supported: the step runs on the engine's own"):
+        forebay.AdamW(make([(3,)], device=device), **{option: True})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"fused": False, "capturable": False}])
+def test_how_torch_would_compute_is_recorded(device: torch.device, options: dict[str, Any]) -> None:
+    parameters = make([(3,)], device=device)
+    mine, theirs = forebay.AdamW(parameters, **options), torch.optim.AdamW(parameters, **options)
+    assert mine.defaults == theirs.defaults
+    assert {key: mine.param_groups[0][key] for key in options} == options
+    with pytest.raises(RuntimeError, match="cannot be `True` together"):
+        forebay.AdamW(parameters, fused=True, foreach=True)
 
 
 def test_options_of_forebays_own_are_keyword_only(device: torch.device) -> None:

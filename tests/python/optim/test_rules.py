@@ -296,7 +296,10 @@ def test_a_sleeper_frees_and_restores_each(device: torch.device, placement: str,
 def test_unknown_options_are_refused_in_pythons_words(name: str) -> None:
     with pytest.raises(TypeError) as caught:
         build(name, make([(3,)]), placements="host")
-    assert str(caught.value) == f"{name}.__init__() got an unexpected keyword argument 'placements'"
+    assert (
+        str(caught.value)
+        == f"{name}.__init__() got an unexpected keyword argument 'placements'; did you mean 'placement'?"
+    )
 
 
 def test_errors_name_the_class(name: str) -> None:

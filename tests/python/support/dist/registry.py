@@ -21,6 +21,7 @@ MODULES = {
         "dist_cases_ddp",
         "dist_cases_fsdp",
         "dist_cases_dtensor",
+        "dist_cases_offload",
         "dist_cases_state_dict",
         "dist_cases_sleep",
         "dist_cases_activations",
@@ -28,6 +29,7 @@ MODULES = {
     "cuda": ("dist_cases_cuda", "dist_cases_sleep_cuda"),
     "checkpoint": ("dist_cases_checkpoint", "dist_cases_checkpoint_failures", "dist_cases_checkpoint_killed"),
     "async": ("dist_cases_async", "dist_cases_async_calls", "dist_cases_async_killed"),
+    "interrupts": ("dist_cases_interrupts",),
     "placed": ("dist_cases_placed",),
 }
 """Where the cases are in the folder ``distributed``, by what the ranks need."""
