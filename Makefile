@@ -31,6 +31,9 @@ heading = @printf '\n== %s ==\n' '$(1)'
 hash = $(shell find $(1) -type f -not -path '*/__pycache__/*' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum \
 	| sha256sum | cut -c1-16)
 DEPS := $(VENV)/stamps/deps-$(UV_VERSION)-$(call hash,requirements.txt)
+FRAMEWORKS := $(VENV)/stamps/frameworks-$(call hash,requirements.txt requirements-integrations.txt)
+# verl asks for an older transformers, so it is in a folder of its own, which only its tests see.
+VERL := $(VENV)/stamps/verl-$(call hash,requirements-verl.txt)
 WHEEL := $(VENV)/stamps/wheel-$(call hash,Cargo.toml Cargo.lock pyproject.toml python \
 	crates/device crates/engine crates/bench crates/python)
 
@@ -87,6 +90,11 @@ test-python: check-stubs ## Python tests, against the installed wheel
 	$(call heading,Python tests)
 	$(PY) -m pytest --numprocesses $(WORKERS) $(PYTEST_OPTIONS)
 
+.PHONY: test-integrations
+test-integrations: $(WHEEL) $(FRAMEWORKS) $(VERL) ## training through the real frameworks: transformers, accelerate, TRL, Lightning and others
+	$(call heading,Integrations)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(PY) -m pytest -c tests/integrations/pytest.ini --numprocesses $(WORKERS) tests/integrations
+
 # Both stub targets build with the wheel's own settings, so they reuse its build.
 stubs_from_build = $(MATURIN) generate-stubs --quiet --locked --profile release --interpreter $(PY) --out $(TARGET)/stubs
 .PHONY: stubs
@@ -120,8 +128,9 @@ out/:
 	mkdir -p $@
 
 .PHONY: requirements
-requirements: $(DEPS) ## write requirements.txt from requirements.in
+requirements: $(DEPS) ## write both requirements files from their .in files
 	$(UV) pip compile --python-version 3.11 --no-header --no-emit-index-url requirements.in --output-file requirements.txt
+	$(UV) pip compile --python-version 3.11 --no-header --no-emit-index-url requirements-integrations.in --output-file requirements-integrations.txt
 
 .PHONY: clean
 clean: ## remove everything that these targets make
@@ -140,6 +149,18 @@ $(DEPS):
 	$(UV) pip install --python $(PY) --requirement requirements.txt \
 		|| { echo 'uv failed; trying pip'; $(PY) -m pip install --requirement requirements.txt; }
 	mkdir -p $(@D) && touch $@
+
+$(FRAMEWORKS): $(DEPS)
+	$(call heading,Install the frameworks)
+	$(UV) pip install --python $(PY) --requirement requirements-integrations.txt \
+		|| { echo 'uv failed; trying pip'; $(PY) -m pip install --requirement requirements-integrations.txt; }
+	rm -f $(@D)/frameworks-* && touch $@
+
+$(VERL): $(DEPS)
+	$(call heading,Install verl)
+	rm -rf $(VENV)/verl
+	$(PY) -m pip install --quiet --no-deps --ignore-requires-python --target $(VENV)/verl --requirement requirements-verl.txt
+	rm -f $(@D)/verl-* && touch $@
 
 $(WHEEL): $(DEPS)
 	$(call heading,Build and install the wheel)

@@ -1,0 +1,1 @@
+"""NeMo-RL's contract, as far as forebay relies on it."""
