@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["CHECKPOINT_BLOCK_BYTES", "ActivationPlan", "Activations", "CallKind", "CallTimes", "Checkpoint", "HostCopies", "HostView", "LayerCost", "LayerPlan", "LayerStats", "Looked", "MeasuredCall", "MeasuredPass", "Moved", "OffloadStats", "Opened", "Optimizer", "PassCost", "PassSample", "Route", "Rule", "Saved", "Saving", "Slabs", "Snapshot", "TensorCost", "_errors_for_test", "_gil_is_released_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "check_host", "host_memory", "kept_copy_bytes", "latest_checkpoint", "look", "look_with_gradients", "probe", "release_copies", "version", "write_checkpoint"]
+__all__ = ["CHECKPOINT_BLOCK_BYTES", "ActivationPlan", "Activations", "CallKind", "CallTimes", "Checkpoint", "HostCopies", "HostView", "LayerCost", "LayerPlan", "LayerStats", "Looked", "MeasuredCall", "MeasuredPass", "Moved", "OffloadStats", "Opened", "Optimizer", "PassCost", "PassSample", "Route", "Rule", "Saved", "Saving", "Slabs", "Snapshot", "TensorCost", "_errors_for_test", "_gil_is_released_for_test", "_memory_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "check_host", "host_memory", "kept_copy_bytes", "latest_checkpoint", "look", "look_with_gradients", "probe", "release_copies", "version", "write_checkpoint"]
 
 CHECKPOINT_BLOCK_BYTES: Final[int]
 """
@@ -860,6 +860,11 @@ def _errors_for_test() -> list[tuple[str, Any]]:
 def _gil_is_released_for_test() -> bool:
     """
     Whether another thread can take the GIL while the guard runs.
+    """
+
+def _memory_for_test(device: str) -> tuple[int, int]:
+    """
+    Bytes on a device that were allocated and pinned through it and not freed.
     """
 
 def _panic_for_test(message: str) -> None:

@@ -50,7 +50,7 @@ mod _core {
     #[pymodule_export]
     use crate::sleep::Slabs;
     #[pymodule_export]
-    use crate::testing::{_errors_for_test, _gil_is_released_for_test, _panic_for_test};
+    use crate::testing::{_errors_for_test, _gil_is_released_for_test, _memory_for_test, _panic_for_test};
     #[pymodule_export]
     use crate::torch::HostView;
 

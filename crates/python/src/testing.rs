@@ -28,6 +28,15 @@ pub(crate) fn _gil_is_released_for_test(py: Python<'_>) -> PyResult<bool> {
     })
 }
 
+/// Bytes on a device that were allocated and pinned through it and not freed.
+#[pyfunction]
+pub(crate) fn _memory_for_test(py: Python<'_>, device: &str) -> PyResult<(u64, u64)> {
+    guard::run(py, || {
+        let memory = forebay::device::open(device)?.memory()?;
+        Ok((memory.allocated_bytes, memory.pinned_bytes))
+    })
+}
+
 /// Every error of the engine by the name of its variant, with the exception that it becomes.
 ///
 /// Byte counts are 3 requested, 2 available, 5 in all; errno is 12.

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import forebay
+from forebay import _core
+from forebay._device import engine_name
 from support.optim import SHAPES, TINY, make, train
 from support.tensors import needs_cuda
 
@@ -138,15 +140,11 @@ def test_close_gives_pinned_memory_back(device: torch.device) -> None:
     optimizer = forebay.AdamW(parameters, chunk_bytes=1 << 20, slots=2)
     train(optimizer, parameters, 1)
 
-    def mapped() -> int:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[0]) * mmap.PAGESIZE
-
     gc.collect()  # What other tests left behind must not look like ours.
-    held = mapped()
+    pinned = _core._memory_for_test(engine_name(device))[1]
     optimizer.state.clear()
     optimizer.close()
-    assert held - mapped() >= 8 << 20
+    assert pinned - _core._memory_for_test(engine_name(device))[1] >= 8 << 20
 
 
 def test_steps_make_no_resources(device: torch.device, placement: str) -> None:
