@@ -31,8 +31,9 @@ mkdir "$site"
 export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 FOREBAY_REQUIRE_CUDA=1
 # Tests import the installed package, not a folder that happens to be called the same.
 export PYTHONDONTWRITEBYTECODE=1
+tar -C "$scratch" --xz -xf "$packed/tests.tar.xz" || exit 2
 # What was carried may have lost its mode.
-chmod +x "$packed/forebay" "$packed"/tests/* 2>/dev/null
+chmod +x "$packed/forebay" 2>/dev/null
 
 names=() outcomes=() seconds=() notes=()
 failed=0
@@ -68,7 +69,7 @@ install() {
 
 rust_tests() {
     local binary status=0
-    for binary in "$packed"/tests/*; do
+    for binary in "$scratch"/tests/*; do
         echo "-- $(basename "$binary")"
         timeout --kill-after=10 240 "$binary" --test-threads=4 || { echo "FAILED: $binary: exit code $?"; status=1; }
     done
@@ -80,7 +81,7 @@ sanitize() {
     command -v compute-sanitizer >/dev/null || { echo 'no compute-sanitizer on this machine'; return 77; }
     # Tests provoke errors of the driver on purpose, so those are not reports; the trap test loses its context.
     timeout --kill-after=10 420 compute-sanitizer --tool "$1" --report-api-errors no \
-        --target-processes application-only --error-exitcode 1 "$packed/tests/contract" \
+        --target-processes application-only --error-exitcode 1 "$scratch/tests/contract" \
         ::cuda --skip trap --test-threads=1
 }
 

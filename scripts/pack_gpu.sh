@@ -14,7 +14,7 @@ python=.venv/bin/python
 
 mkdir -p "$folder"
 # Only what an earlier pack put there: the folder is the caller's.
-rm -rf "$folder/tests" "$folder/wheels" "$folder/forebay" "$folder/COMMIT"
+rm -rf "$folder/tests" "$folder/tests.tar.xz" "$folder/wheels" "$folder/forebay" "$folder/COMMIT"
 mkdir "$folder/tests" "$folder/wheels"
 
 # As `make setup` builds it, in a folder of its own: dist/ belongs to make.
@@ -44,10 +44,13 @@ for line in sys.stdin:
     strip --strip-debug -o "$folder/tests/$name" "$executable"
 done
 strip "$folder/forebay"
+ls -l "$folder/tests"
+tar -C "$folder" --xz -cf "$folder/tests.tar.xz" tests
+rm -r "$folder/tests"
 
 git describe --always --dirty --abbrev=12 --exclude='*' >"$folder/COMMIT" 2>/dev/null || rm -f "$folder/COMMIT"
 size_mib=$(du -sm --apparent-size "$folder" | cut -f1)
-ls -l "$folder" "$folder/tests" "$folder/wheels"
+ls -l "$folder" "$folder/wheels"
 echo "$folder: $size_mib MiB"
 if [ "$size_mib" -ge "$limit_mib" ]; then
     echo "error: $size_mib MiB is more than $limit_mib, the most that can be carried" >&2
