@@ -206,16 +206,22 @@ class Optimizer(torch.optim.Optimizer):
         try:
             for position, parameter in enumerate(group["params"]):
                 check_parameter(parameter, self._name(index, position), self._label)
-            self._check_group(group)
+            self._check_new_group(group)
             self.check_settings({name: group[name] for name in self.settings})
         except OptionError:
             self.param_groups.pop()
             raise
 
+    def _check_new_group(self, group: dict[str, Any]) -> None:
+        self._refuse(group, "capturable")
+        self._check_group(group)
+
+    def _refuse(self, group: dict[str, Any], option: str) -> None:
+        if group.get(option):
+            raise OptionError(f"{option}=True is not supported: the step runs on the engine's own streams")
+
     def _check_group(self, group: dict[str, Any]) -> None:
-        for option in ("capturable", "differentiable"):
-            if group.get(option):
-                raise OptionError(f"{option}=True is not supported: the step runs on the engine's own streams")
+        self._refuse(group, "differentiable")
         for name in self.fixed:
             if group.get(name, self.defaults.get(name)) != self.defaults.get(name):
                 raise OptionError(f"{name}={group[name]} is not supported by {self._label}")
@@ -364,6 +370,10 @@ class Optimizer(torch.optim.Optimizer):
     def _collect(self, compute: torch.device) -> Found:
         """Return the parameters that have a gradient, checked before anything is changed."""
         for group in self.param_groups:
+            if group.get("capturable"):
+                # Set by torch.compile, where it traced code that reads the groups before the first step, for parameters
+                # on a GPU. The step is no part of what is compiled.
+                group["capturable"] = False
             self._check_group(group)
         found = Found(self._flatten(), self._options.grad_source)
         if not found.read(compute.index if is_gpu(compute) else -1):

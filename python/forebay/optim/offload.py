@@ -97,7 +97,7 @@ def _adopt(optimizer: Any, options: Any, original: type, state: dict[torch.Tenso
             group.setdefault(key, value)
         for position, parameter in enumerate(group["params"]):
             check_parameter(parameter, optimizer._name(index, position), optimizer._label)
-        optimizer._check_group(group)
+        optimizer._check_new_group(group)
     optimizer._choose_device()
     follow_class(optimizer)
     places = [
@@ -218,7 +218,8 @@ def _as_torch(parameter: torch.Tensor, values: dict[str, Any], group: dict[str, 
         if name == MASTER:
             continue
         if name == STEP:
-            found[name] = value.detach().clone().to(inner.device if group.get("fused") else "cpu")
+            is_on_device = group.get("fused") or group.get("capturable")
+            found[name] = value.detach().clone().to(inner.device if is_on_device else "cpu")
         elif isinstance(value, torch.Tensor):
             found[name] = state_like(parameter, local(value).to(inner.device, inner.dtype, copy=True))
         else:

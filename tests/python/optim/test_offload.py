@@ -297,15 +297,13 @@ def test_what_was_kept_of_forebays_step_runs_torchs_after_restoring(device: torc
     assert_same(snapshot(optimizer, parameters), snapshot(plain, twins))
 
 
-# Torch's own, when its step is traced.
-@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
-@pytest.mark.parametrize("made", ["forebay", "offloaded", "scheduled", "kept"])
+@pytest.mark.parametrize("made", ["forebay", "offloaded", "scheduled", "kept", "read"])
 def test_a_compiled_step_updates_every_time(device: torch.device, made: str) -> None:
     parameters, twins = make(device=device), make(device=device)
     expected = forebay.AdamW(twins, lr=0.1)
     optimizer: torch.optim.Optimizer
     take = None
-    if made == "forebay":
+    if made in ("forebay", "read"):
         optimizer = forebay.AdamW(parameters, lr=0.1)
     else:
         optimizer = torch.optim.AdamW(parameters, lr=0.1)
@@ -316,6 +314,8 @@ def test_a_compiled_step_updates_every_time(device: torch.device, made: str) -> 
 
     @torch.compile(backend="eager")
     def step() -> None:
+        if made == "read":
+            assert all(group["lr"] == 0.1 for group in optimizer.param_groups)
         (take or optimizer.step)()
 
     for number in range(4):
@@ -323,4 +323,22 @@ def test_a_compiled_step_updates_every_time(device: torch.device, made: str) -> 
         give_gradients(twins, number)
         step()
         expected.step()
+        assert not optimizer.param_groups[0]["capturable"]
     assert_same(snapshot(optimizer, parameters), snapshot(expected, twins))
+
+
+def test_what_torch_compile_sets_in_groups_is_taken_back(device: torch.device) -> None:
+    parameters, twins = make(device=device), make(device=device)
+    optimizer, expected = forebay.AdamW(parameters), forebay.AdamW(twins)
+    for number in range(2):
+        # As torch.compile does on a GPU before it traces a step, or other code that reads the groups.
+        optimizer.param_groups[0]["capturable"] = True
+        train(optimizer, parameters, range(number, number + 1))
+        train(expected, twins, range(number, number + 1))
+        assert not optimizer.param_groups[0]["capturable"]
+    optimizer.param_groups[0]["capturable"] = True
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert_same(snapshot(optimizer, parameters), snapshot(expected, twins))
+    forebay.restore(optimizer)
+    # Where torch's step has it then.
+    assert all(optimizer.state[parameter]["step"].device == parameter.device for parameter in parameters)
