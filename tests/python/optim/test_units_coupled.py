@@ -66,6 +66,15 @@ class ClipsQuietly(Clips):
             parameter.grad.mul_(factor)
 
 
+class Sums(Each):
+    """Sums up the norms of all gradients, for somebody who reads the sum."""
+
+    def every(self, parameters: list[torch.Tensor]) -> Any:
+        """Look at all parameters."""
+        for parameter in parameters:
+            self.total = getattr(self, "total", 0) + parameter.grad.norm()
+
+
 class SkipsInfinite(Each):
     """Skips the step if any gradient is not finite."""
 
@@ -122,8 +131,8 @@ class Shares(Each):
 
     def every(self, parameters: list[torch.Tensor]) -> Any:
         """Look at all parameters."""
-        if not hasattr(self, "common"):
-            self.common = torch.zeros(())
+        if parameters and not hasattr(self, "common"):
+            self.common = torch.zeros((), device=parameters[0].device)
         for parameter in parameters:
             self.state[parameter]["common"] = self.common
 
@@ -219,6 +228,7 @@ class Locked(Each):
 COUPLED: list[tuple[Any, str]] = [
     (Clips, "factor depends on the parameters that a step of .*Clips is given"),
     (ClipsQuietly, "the value of a parameter of shape .* differs"),
+    (Sums, "total depends on the parameters that a step of .*Sums is given"),
     (SkipsInfinite, "differs"),
     (RaisesForInfinite, "the value of a parameter of shape .* differs"),
     (WaitsForAll, "the value of a parameter of shape .* differs"),

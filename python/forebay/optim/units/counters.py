@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forebay._device import is_cpu
 from forebay._tensors import local
 from forebay.optim.units import trees
 
@@ -45,10 +46,12 @@ class Counters:
         The optimizer.
     state
         Its state; entries that belong to no parameter are numbers too.
+    waits
+        Whether ``now`` reads tensors on a device too, and waits for it.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, state: dict[Any, Any]) -> None:
-        self._optimizer, self._state = optimizer, state
+    def __init__(self, optimizer: torch.optim.Optimizer, state: dict[Any, Any], *, waits: bool) -> None:
+        self._optimizer, self._state, self._waits = optimizer, state, waits
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         # Lists of parameters are no numbers: the parameters change in each call.
         self._fixed = {id(parameter) for parameter in parameters}
@@ -144,8 +147,7 @@ class Counters:
 
     def _described(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            # The value of a tensor on a device is not read here: that would wait for the device.
-            is_read = self._counts(value) and value.device.type == "cpu"
+            is_read = self._counts(value) and (is_cpu(value.device) or (self._waits and not value.is_meta))
             return (str(value.dtype), tuple(value.shape), bits(value) if is_read else None)
         return described(value, self._described)
 

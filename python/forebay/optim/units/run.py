@@ -52,7 +52,8 @@ class Run:
             for group in self._optimizer.param_groups
             for parameter, name in zip(group["params"], group.get("param_names", ()), strict=False)
         }
-        self._counters = Counters(self._optimizer, owner.state)
+        # A step of a small copy may wait for the device, to see all that it counts in.
+        self._counters = Counters(self._optimizer, owner.state, waits=not owner.pins)
         self._numbers: dict[str, Any] | None = None
         self.fetches: list[Copied] = []
         self.stores: list[Copied] = []

@@ -196,7 +196,7 @@ def _compare(plain: tuple[Any, list[Row]], in_units: tuple[Any, list[Row]]) -> N
         found = [dict.get(one.state, p) for one, p in ((plain[0], mine), (in_units[0], theirs))]
         if described(found[0], _tensor) != described(found[1], _tensor):
             raise CoupledError(f"the state {what} differs")
-    numbers = [Counters(one, one.state).now() for one, _ in (plain, in_units)]
+    numbers = [Counters(one, one.state, waits=True).now() for one, _ in (plain, in_units)]
     for name in {**numbers[0], **numbers[1]}:
         if numbers[0].get(name) != numbers[1].get(name):
             raise CoupledError(f"{name} differs")
