@@ -309,6 +309,34 @@ def test_an_option_that_is_switched_on_later_is_tried_out_then(device: torch.dev
     twins.check()
 
 
+class Chooses(Momentum):
+    """Computes several parameters in another way than a single one, unless ``foreach`` is False."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, foreach=None)
+
+    def update(self, group: dict[str, Any], parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        """Update one parameter."""
+        if group["foreach"] is not False and sum(p.grad is not None for p in group["params"]) > 1:
+            parameter.grad.mul_(1.5)
+        super().update(group, parameter, state)
+
+
+def test_a_choice_by_all_parameters_is_refused_with_its_remedy(device: torch.device) -> None:
+    parameters = make(SHAPES, device=device)
+    with pytest.raises(forebay.OptionError, match=r"differs; set foreach=False in its groups"):
+        forebay.offload(Chooses(parameters))
+
+    def build(of: Any) -> Any:
+        optimizer = Chooses(of)
+        optimizer.param_groups[0]["foreach"] = False
+        return optimizer
+
+    twins = Twins(build, parameters)
+    twins.step(3)
+    twins.check()
+
+
 class Large(Momentum):
     """Treats matrices and vectors in different ways, and couples matrices."""
 

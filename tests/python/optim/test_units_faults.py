@@ -12,6 +12,7 @@ import torch
 import forebay
 from forebay.optim.units import memory
 from support.optim import clone, give_gradients, make, train
+from support.tensors import needs_cuda
 from support.units import SHAPES, Momentum, Twins, assert_equal, contents
 
 
@@ -91,14 +92,37 @@ def test_a_sparse_gradient_is_treated_as_the_class_treats_it(device: torch.devic
     twins.check()
 
 
+def step_with_a_sparse_gradient(optimizer: Any, parameters: Any, number: int) -> None:
+    give_gradients(parameters, number)
+    parameters[1].grad = parameters[1].grad.to_sparse(1)
+    optimizer.step()
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 def test_sparse_gradients_that_the_class_takes(device: torch.device) -> None:
-    twins = Twins(torch.optim.Adagrad, make([(6, 4), (5, 3), (2, 2)], device=device))
+    def build(parameters: Any) -> Any:
+        return torch.optim.Adagrad(parameters, foreach=False)
+
+    twins = Twins(build, make([(6, 4), (5, 3), (2, 2)], device=device))
     for number in range(3):
-        for optimizer, parameters in ((twins.plain, twins.plain_parameters), (twins.optimizer, twins.parameters)):
-            give_gradients(parameters, number)
-            parameters[1].grad = parameters[1].grad.to_sparse(1)
-            optimizer.step()
+        step_with_a_sparse_gradient(twins.plain, twins.plain_parameters, number)
+        step_with_a_sparse_gradient(twins.optimizer, twins.parameters, number)
+    twins.check()
+
+
+@needs_cuda
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_torchs_choice_by_all_gradients_is_refused_with_its_remedy() -> None:
+    # On a GPU, Adagrad computes dense gradients in another way if there are sparse ones among them.
+    twins = Twins(torch.optim.Adagrad, make([(6, 4), (5, 3), (2, 2)], device="cuda"))
+    before = contents(twins.optimizer, twins.parameters)
+    with pytest.raises(forebay.OptionError, match="set foreach=False in its groups"):
+        step_with_a_sparse_gradient(twins.optimizer, twins.parameters, 0)
+    assert_equal(contents(twins.optimizer, twins.parameters), before)
+    for optimizer, parameters in ((twins.plain, twins.plain_parameters), (twins.optimizer, twins.parameters)):
+        optimizer.param_groups[0]["foreach"] = False
+        for number in range(3):
+            step_with_a_sparse_gradient(optimizer, parameters, number)
     twins.check()
 
 

@@ -8,6 +8,7 @@ compared bit for bit: parameters, gradients, state, groups, attributes, results 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from forebay._tensors import local
@@ -52,16 +53,31 @@ def check(
     failure: Exception | None = None
     name = theirs.__qualname__
     attempts = [(make, closures) for closures in (False, True) for make in (_with_state, _without_state, _constructed)]
+
+    def attempt(make: Any, *, closures: bool, one_by_one: bool = False) -> Verdict:
+        with undisturbed({local(real).device for _, real in chosen}):
+            plain, other = (make(optimizer, theirs, chosen) for _ in range(2))
+            if one_by_one:
+                for group in [*plain[0].param_groups, *other[0].param_groups]:
+                    group["foreach"] = False
+            in_units(other[0])
+            return run_trials(theirs, chosen, plain, other, closures=closures)
+
+    def remedy(make: Any, *, closures: bool) -> str:
+        if any(group.get("foreach", False) is not False for group in optimizer.param_groups):
+            # Torch may choose between implementations by all parameters of a step, and their bits differ.
+            with suppress(Exception):
+                attempt(make, closures=closures, one_by_one=True)
+                return "set foreach=False in its groups: each parameter is then updated without a look at the others"
+        return "keep it as it is, or make it so with forebay.restore"
+
     for make, closures in attempts:
         try:
-            with undisturbed({local(real).device for _, real in chosen}):
-                plain, other = (make(optimizer, theirs, chosen) for _ in range(2))
-                in_units(other[0])
-                return run_trials(theirs, chosen, plain, other, closures=closures)
+            return attempt(make, closures=closures)
         except CoupledError as error:
             raise OptionError(
                 f"{name} cannot run in units: on small copies of its parameters, a step on one after the other is not "
-                f"the step on all of them; {error}; keep it as it is, or make it so with forebay.restore"
+                f"the step on all of them; {error}; {remedy(make, closures=closures)}"
             ) from None
         except OptionError:
             raise
