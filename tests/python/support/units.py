@@ -70,7 +70,7 @@ class Swapping(Plain):
         """Update one parameter."""
         if not state:
             state["now"], state["last"] = torch.zeros_like(parameter), torch.ones_like(parameter)
-            state["pool"] = torch.zeros(parameter.numel() + 3)
+            state["pool"] = torch.zeros(parameter.numel() + 3, device=parameter.device)
             state["view"] = state["pool"][3:].view(parameter.shape)
         state["now"], state["last"] = state["last"], state["now"]
         state["now"].mul_(0.5).add_(parameter.grad)
@@ -237,7 +237,7 @@ class Noisy(Momentum):
     def update(self, group: dict[str, Any], parameter: torch.Tensor, state: dict[str, Any]) -> None:
         """Update one parameter."""
         super().update(group, parameter, state)
-        parameter.add_(torch.randn(parameter.shape), alpha=0.01)
+        parameter.add_(torch.randn(parameter.shape, device=parameter.device), alpha=0.01)
 
 
 KNOWN_NOT = (Momentum, Rebinding, Swapping, Nested, Listed, Counting, Idle, Noisy)
@@ -293,6 +293,18 @@ def assert_equal(mine: dict[str, Any], expected: dict[str, Any]) -> None:
         assert mine[part] == values, f"{part} differ"
 
 
+def random_state(device: torch.device) -> list[torch.Tensor]:
+    """Return the state of torch's generators of random numbers: on the CPU, and on this device."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def set_random_state(device: torch.device, state: list[torch.Tensor]) -> None:
+    """Set the generators to a state of ``random_state``."""
+    torch.set_rng_state(state[0])
+    for of_device in state[1:]:
+        torch.cuda.set_rng_state(of_device, device)
+
+
 class Twins:
     """The same optimizer twice: one runs plainly, the other in units."""
 
@@ -309,15 +321,18 @@ class Twins:
 
     def step(self, steps: int | range = 1, *, without: Sequence[int] = (), closure: bool = False) -> None:
         """Take the same steps with both; the parameters at the places ``without`` have no gradient."""
+        device = self.parameters[0].device
         for number in range(steps) if isinstance(steps, int) else steps:
-            generators = torch.get_rng_state()
+            generators, drawn = random_state(device), []
             for optimizer, parameters in ((self.plain, self.plain_parameters), (self.optimizer, self.parameters)):
-                torch.set_rng_state(generators)
+                set_random_state(device, generators)
                 give_gradients(parameters, number)
                 for place in without:
                     parameters[place].grad = None
                 found = optimizer.step(*[lambda: torch.tensor(2.5)] * closure)
                 assert found == (2.5 if closure and not isinstance(optimizer, Idle) else None)
+                drawn.append(random_state(device))
+            assert all(map(torch.equal, *drawn)), "other random numbers were drawn"
 
     def check(self) -> None:
         """Assert that both are equal, bit for bit."""
