@@ -93,7 +93,7 @@ python_tests() {
         [ -d "tests/python/$folder" ] || { echo "no tests/python/$folder"; return 1; }
         paths+=("tests/python/$folder")
     done
-    timeout --kill-after=10 "${PYTEST_LIMIT_S:-480}" python3 -m pytest -q --durations=12 -p no:cacheprovider \
+    timeout --kill-after=10 "${PYTEST_LIMIT_S:-480}" python3 -m pytest -q --durations=12 -p no:cacheprovider -p no:benchmark \
         --numprocesses "${JOBS:-12}" --junitxml "$results/pytest.xml" "${paths[@]}"
     code=$?
     [ ! -f "$results/pytest.xml" ] || failures "$results/pytest.xml" >"$scratch/failures"
