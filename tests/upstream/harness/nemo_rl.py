@@ -1,4 +1,4 @@
-"""NeMo-RL's tests of how its Megatron worker moves optimizer state, with the worker of ``forebay.integrations.nemo_rl``."""
+"""NeMo-RL's tests of how its Megatron worker moves optimizer state, with forebay's worker."""
 
 from __future__ import annotations
 
