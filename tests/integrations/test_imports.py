@@ -31,6 +31,6 @@ print(*sorted({name.partition(".")[0] for name in sys.modules} & set(sys.argv[1:
 
 def test_forebay_imports_no_framework() -> None:
     assert all(importlib.util.find_spec(name) for name in FRAMEWORKS)
-    done = python(CODE, *FRAMEWORKS, "areal", "nemo_rl", "prime_rl", "verl", "xtuner")
+    done = python(CODE, *FRAMEWORKS, "areal", "nemo_rl", "prime_rl", "verl", "xtuner", timeout=240)
     assert done.returncode == 0, done.stderr
     assert not done.stdout.split()
