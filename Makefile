@@ -32,8 +32,9 @@ hash = $(shell find $(1) -type f -not -path '*/__pycache__/*' -print0 | LC_ALL=C
 	| sha256sum | cut -c1-16)
 DEPS := $(VENV)/stamps/deps-$(UV_VERSION)-$(call hash,requirements.txt)
 FRAMEWORKS := $(VENV)/stamps/frameworks-$(call hash,requirements.txt requirements-integrations.txt)
-# verl asks for an older transformers, so it is in a folder of its own, which only its tests see.
+# These ask for older packages than the others do, so they are in folders of their own, which only their tests see.
 VERL := $(VENV)/stamps/verl-$(call hash,requirements-verl.txt)
+TORCHTITAN := $(VENV)/stamps/torchtitan-$(call hash,requirements-torchtitan.txt)
 WHEEL := $(VENV)/stamps/wheel-$(call hash,Cargo.toml Cargo.lock pyproject.toml python \
 	crates/device crates/engine crates/bench crates/python)
 
@@ -91,9 +92,16 @@ test-python: check-stubs ## Python tests, against the installed wheel
 	$(PY) -m pytest --numprocesses $(WORKERS) $(PYTEST_OPTIONS)
 
 .PHONY: test-integrations
-test-integrations: $(WHEEL) $(FRAMEWORKS) $(VERL) ## training through the real frameworks: transformers, accelerate, TRL, Lightning and others
+test-integrations: export HF_HUB_OFFLINE := 1
+test-integrations: export OMP_NUM_THREADS := 1
+test-integrations: $(WHEEL) $(FRAMEWORKS) $(VERL) $(TORCHTITAN) ## training through the real frameworks: transformers, accelerate, TRL, Lightning and others
 	$(call heading,Integrations)
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(PY) -m pytest -c tests/integrations/pytest.ini --numprocesses $(WORKERS) tests/integrations
+	$(PY) -m pytest -c tests/integrations/pytest.ini --numprocesses $(WORKERS) tests/integrations
+	$(call heading,torchtitan 0.3)
+	PYTHONPATH=$(VENV)/torchtitan $(PY) -m pytest -c tests/integrations/pytest.ini tests/integrations/test_torchtitan.py
+	$(call heading,Upstream suites)
+	$(PY) -m pytest -c tests/upstream/pytest.ini --numprocesses $(WORKERS) tests/upstream/test_harness.py
+	scripts/upstream.sh torch
 
 # Both stub targets build with the wheel's own settings, so they reuse its build.
 stubs_from_build = $(MATURIN) generate-stubs --quiet --locked --profile release --interpreter $(PY) --out $(TARGET)/stubs
@@ -161,6 +169,12 @@ $(VERL): $(DEPS)
 	rm -rf $(VENV)/verl
 	$(PY) -m pip install --quiet --no-deps --ignore-requires-python --target $(VENV)/verl --requirement requirements-verl.txt
 	rm -f $(@D)/verl-* && touch $@
+
+$(TORCHTITAN): $(DEPS)
+	$(call heading,Install torchtitan 0.3)
+	rm -rf $(VENV)/torchtitan
+	$(PY) -m pip install --quiet --no-deps --target $(VENV)/torchtitan --requirement requirements-torchtitan.txt
+	rm -f $(@D)/torchtitan-* && touch $@
 
 $(WHEEL): $(DEPS)
 	$(call heading,Build and install the wheel)

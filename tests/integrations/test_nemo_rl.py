@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+import warnings
 from typing import Any
 
 import pytest
@@ -170,6 +171,19 @@ def test_the_megatron_worker_offloads_through_forebay(integration: Any, offload:
         assert megatron.is_installed() is offload
     finally:
         megatron.uninstall()
+
+
+@pytest.mark.parametrize("theirs", [1.0, None])
+@pytest.mark.parametrize("name", ["DTensorPolicyWorkerImpl", "SleepingDTensorPolicyWorkerV2Impl"])
+def test_clipping_twice_is_said_once(integration: Any, name: str, theirs: float | None) -> None:
+    model = Model()
+    optimizer = forebay.AdamW(model.parameters(), max_grad_norm=0.5)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        worker = getattr(integration, name)(model, optimizer, max_grad_norm=theirs)
+        step(worker, batches(1)[0])
+    expected = "gradients are clipped both by NeMo-RL, to 1.0, and by the optimizer's max_grad_norm, to 0.5"
+    assert [str(one.message).partition(";")[0] for one in said] == ([] if theirs is None else [expected])
 
 
 # Sleep.

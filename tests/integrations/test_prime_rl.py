@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import forebay
-from support.frameworks import STUBS, Model, loop, pretend_version, weights, with_stub
+from support.frameworks import STUBS, Model, import_again, loop, pretend_version, weights, with_stub
 from support.processes import environment
 from support.tensors import assert_same
 
@@ -91,10 +91,10 @@ def test_a_trainer_is_run_as_a_module() -> None:
     assert done.stdout.split() == ["forebay.optim.adamw", "@", "run.toml"], done.stderr[-2000:]
 
 
-def test_versions_are_checked(integration: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_version(monkeypatch, "prime-rl", None)
     with pytest.raises(forebay.OptionError, match=r"prime-rl is not installed; install prime-rl>=0.8,<0.9"):
-        integration.use()
+        import_again("prime_rl")
     pretend_version(monkeypatch, "prime-rl", "0.4")
     with pytest.raises(forebay.OptionError, match=r"prime-rl 0.4 is too old for forebay"):
-        integration.use()
+        import_again("prime_rl")

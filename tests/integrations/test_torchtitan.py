@@ -146,6 +146,17 @@ def test_what_is_not_supported_is_refused() -> None:
         offloaded(3)
 
 
+def test_clipping_twice_is_refused() -> None:
+    with pytest.raises(forebay.OptionError, match=r"leave max_grad_norm out, and set training\.max_norm"):
+        offloaded(plain(), max_grad_norm=1.0)
+    if CONFIGURED:
+        config = offloaded(plain())
+        config.optimizer_factory_kwargs_by_name["AdamW"]["max_grad_norm"] = 1.0
+        with pytest.raises(forebay.OptionError, match="leave max_grad_norm out"):
+            build(config, parts_of())
+    build(offloaded(plain(), max_grad_norm=None), parts_of())
+
+
 def test_versions_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_version(monkeypatch, "torchtitan", "0.1.0")
     with pytest.raises(

@@ -106,5 +106,9 @@ def _a(thing: Any) -> str:
         return f"the class {thing.__name__}"
     if isinstance(thing, (list, tuple)) and thing:
         inside = ", ".join(sorted({type(item).__name__ for item in thing}))
-        return f"a {type(thing).__name__} of {inside}"
-    return f"a {type(thing).__name__}"
+        return f"{_with_article(type(thing).__name__)} of {inside}"
+    return _with_article(type(thing).__name__)
+
+
+def _with_article(name: str) -> str:
+    return f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}"

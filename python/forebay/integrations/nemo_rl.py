@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import forebay
@@ -39,8 +40,20 @@ class DTensorMoves:
     """
 
     # Attributes of NeMo-RL's workers.
+    max_grad_norm: float | None
     model: Any
     optimizer: Any
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        own = getattr(getattr(self, "optimizer", None), "max_grad_norm", None)
+        theirs = getattr(self, "max_grad_norm", None)
+        if own is not None and theirs is not None:
+            warnings.warn(
+                f"gradients are clipped both by NeMo-RL, to {theirs}, and by the optimizer's max_grad_norm, to {own}; "
+                "leave max_grad_norm out of policy.optimizer.kwargs",
+                stacklevel=2,
+            )
 
     def move_optimizer_to_device(self, device: Any) -> None:
         """Move the state to ``"cpu"`` or ``"cuda"``."""

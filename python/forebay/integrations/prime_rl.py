@@ -22,6 +22,8 @@ __all__ = ["use"]
 _TYPES = ("adamw", "sgd")
 """The optimizers of prime-rl that forebay has an update rule for."""
 
+check_version("prime-rl", "0.8", "0.9")
+
 
 def use(**options: Any) -> None:
     """Have prime-rl offload optimizers through forebay if ``model.optim_cpu_offload`` is true, as it is by default.
@@ -33,7 +35,6 @@ def use(**options: Any) -> None:
     options
         The options of :class:`forebay.AdamW` that torch's optimizers do not have, such as ``placement``.
     """
-    check_version("prime-rl", "0.8", "0.9")
     if options.get("max_grad_norm") is not None:
         raise OptionError("prime-rl clips gradients before the step; leave max_grad_norm out, and set optim.max_norm")
     present = importlib.import_module("prime_rl.trainer.optim").setup_optimizer

@@ -16,7 +16,7 @@ from forebay.errors import OptionError
 from forebay.integrations._versions import check_version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 __all__ = ["offloaded"]
 
@@ -39,11 +39,20 @@ def offloaded(target: Any, **options: Any) -> Any:
     options
         The options of :class:`forebay.AdamW` that torch's optimizers do not have, such as ``placement``.
     """
+    _check_clipping(options)
     if hasattr(_Container, "Config"):
         return _configuration(target, options)
     if not callable(target):
         raise OptionError(f"invalid target: {target!r}; torchtitan {VERSION} takes a function like build_optimizers")
     return _builder(target, options)
+
+
+def _check_clipping(options: Mapping[str, Any]) -> None:
+    """Raise if optimizers are to clip: torchtitan clips all gradients together, and each optimizer its own."""
+    if options.get("max_grad_norm") is not None:
+        raise OptionError(
+            "torchtitan clips gradients before the step; leave max_grad_norm out, and set training.max_norm"
+        )
 
 
 def _builder(build: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
@@ -88,6 +97,8 @@ if hasattr(_Container, "Config"):
                 raise OptionError(
                     "implementation=fused_opt_states_bf16 is not supported: forebay's state is f32; use fused"
                 )
+            for given in config.optimizer_factory_kwargs_by_name.values():
+                _check_clipping(given)
             super().__init__(config, model_parts=model_parts)
 
         @staticmethod

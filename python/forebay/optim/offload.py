@@ -19,7 +19,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from forebay._tensors import check_parameter, local, state_like
-from forebay._wrapped import bare
+from forebay._wrapped import bare, members
 from forebay.errors import OptionError
 from forebay.optim.adam import Adam
 from forebay.optim.adamw import AdamW
@@ -62,16 +62,21 @@ def offload(optimizer: O, **options: Unpack[UnitKeywords]) -> O:
     -------
     The optimizer that was given.
     """
-    inner = bare(optimizer)
+    inner = _one(optimizer)
     if isinstance(inner, (Optimizer, InUnits)):
         if options:
             raise OptionError(f"{type(inner).__name__} is offloaded already; give the options to its constructor")
         return optimizer
+    for name in options:
+        if name in inner.defaults and name not in UnitKeywords.__annotations__:
+            raise OptionError(
+                f"{name} is a setting of {type(inner).__name__}; set it there, and leave it out of offload"
+            )
     cls = _class_for(inner)
     if cls is None:
         offload_in_units(inner, options)
         return optimizer
-    checked = check_options(cls, options)
+    checked = check_options(cls, options, "offload()")
     original, attributes = type(inner), dict(vars(inner))
     state = vars(inner).pop("state")
     try:
@@ -84,6 +89,16 @@ def offload(optimizer: O, **options: Unpack[UnitKeywords]) -> O:
         vars(inner).update(attributes)
         raise
     return optimizer
+
+
+def _one(optimizer: Any) -> Any:
+    """Return the optimizer that is meant, without wrappers; raise if there is none or more than one."""
+    inner = bare(optimizer)
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise OptionError(f"invalid optimizer: {type(inner).__name__}; give a torch.optim.Optimizer")
+    if any(one is not inner for one in members(inner)):
+        raise OptionError(f"{type(inner).__name__} holds other optimizers; give each of them")
+    return inner
 
 
 def _adopt(optimizer: Any, options: Any, original: type, state: dict[torch.Tensor, dict[str, Any]]) -> None:
@@ -182,7 +197,7 @@ def restore(optimizer: O) -> O:
     optimizer
         An optimizer of forebay with a counterpart in torch, also inside a wrapper. One of torch's is returned as it is.
     """
-    inner: Any = bare(optimizer)
+    inner: Any = _one(optimizer)
     if isinstance(inner, InUnits):
         restore_from_units(inner)
         return optimizer

@@ -83,22 +83,25 @@ class Options:
         return _core.Optimizer(device, rule, self)
 
 
-def check_options(owner: type, given: Mapping[str, Any]) -> Options:
+def check_options(owner: type, given: Mapping[str, Any], call: str = "") -> Options:
     """Return the checked options; raise an error that names the remedy if one is invalid.
 
     Parameters
     ----------
     owner
-        The optimizer's class; an unknown name raises Python's usual error for that class.
+        The optimizer's class; an unknown name raises Python's usual error for its constructor.
     given
         The options by name.
+    call
+        The function that takes options alone, if it is not the constructor.
     """
-    known = inspect.signature(owner).parameters
+    known = Keywords.__annotations__ if call else inspect.signature(owner).parameters
     for name in given:
         if name not in Keywords.__annotations__:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"{owner.__qualname__}.__init__() got an unexpected keyword argument {name!r}{hint}")
+            call = call or f"{owner.__qualname__}.__init__()"
+            raise TypeError(f"{call} got an unexpected keyword argument {name!r}{hint}")
     return resolve(**given)
 
 

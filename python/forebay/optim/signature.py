@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, get_type_hints
 
 from forebay.optim.options import Keywords, resolve
 
@@ -15,7 +15,9 @@ def describe(cls: Any, base: Any) -> None:
     options = inspect.signature(resolve).parameters.values()
     own = list(inspect.signature(cls.__init__).parameters.values())[1:]
     if own and own[-1].kind is inspect.Parameter.VAR_KEYWORD:
-        shown = [one.replace(annotation=Keywords.__annotations__[one.name]) for one in options]
+        # The types themselves: what a ``TypedDict`` keeps of annotations as text is not for readers.
+        types = get_type_hints(Keywords)
+        shown = [one.replace(annotation=types[one.name]) for one in options]
         cls.__signature__ = inspect.Signature([*own[:-1], *shown])
     doc, shared = inspect.cleandoc(cls.__doc__ or ""), inspect.cleandoc(base.__doc__ or "")
     if SECTION not in doc and SECTION in shared:

@@ -47,8 +47,8 @@ def test_swapped_arguments(call: Call, tmp_path: Path) -> None:
     optimizer = adamw(net)
     order = "the order is path, model, optimizer"
     assert refused(call, net, tmp_path, optimizer) == f"invalid path: a Sequential; {order}"
-    assert refused(call, optimizer, tmp_path, net) == f"invalid path: a AdamW; {order}"
-    assert refused(call, tmp_path, optimizer, net) == f"invalid model: a AdamW; {order}"
+    assert refused(call, optimizer, tmp_path, net) == f"invalid path: an AdamW; {order}"
+    assert refused(call, tmp_path, optimizer, net) == f"invalid model: an AdamW; {order}"
     assert refused(call, tmp_path, "elsewhere", net) == f"invalid model: 'elsewhere'; {order}"
     assert refused(call, tmp_path, net, tmp_path) == f"invalid optimizer: '{tmp_path}'; {order}"
     assert refused(call, tmp_path, net, net) == f"invalid optimizer: a Sequential; {order}"
@@ -60,7 +60,7 @@ def test_a_model_that_is_none(call: Call, tmp_path: Path) -> None:
     net = model()
     said = refused(call, tmp_path, net.state_dict())
     assert said == (
-        "invalid model: a OrderedDict; give the module itself, not its state dict; extra= saves other values"
+        "invalid model: an OrderedDict; give the module itself, not its state dict; extra= saves other values"
     )
     assert "not its state dict" in refused(call, tmp_path, {"model": net})
     said = refused(call, tmp_path, [net, model()])

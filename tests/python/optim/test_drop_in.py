@@ -49,6 +49,8 @@ def test_help_and_signature_show_every_option(name: str) -> None:
     for option in Keywords.__annotations__:
         assert f" |  {option}\n" in text
         assert parameters[option].kind is inspect.Parameter.KEYWORD_ONLY
+    assert "ForwardRef" not in text
+    assert "placement: Literal['stream', 'resident', 'host', 'hybrid'] = 'stream', chunk_bytes: int = 16777216" in text
     assert inspect.Parameter.VAR_KEYWORD not in {one.kind for one in parameters.values()}
     if name != "Lion":
         torchs = inspect.signature(getattr(torch.optim, name)).parameters

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,6 +13,9 @@ import torch
 import forebay
 from support.optim import clone, give_gradients, make, snapshot, train
 from support.tensors import assert_same
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 OPTIMIZERS = [
     ("AdamW", {"weight_decay": 0.1}),
@@ -220,6 +223,42 @@ def test_a_typo_names_the_nearest_option(device: torch.device) -> None:
     optimizer = torch.optim.AdamW(make(device=device))
     with pytest.raises(TypeError, match="'placment'; did you mean 'placement'"):
         forebay.offload(optimizer, placment="host")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("build", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_settings_are_not_options(device: torch.device, build: Any) -> None:
+    optimizer = build(make(device=device), lr=1e-2)
+    with pytest.raises(forebay.OptionError, match=f"lr is a setting of {build.__name__}; set it there"):
+        forebay.offload(optimizer, lr=1.0)
+    assert type(optimizer) is build
+
+
+class Container(torch.optim.Optimizer):
+    """Steps its members, as torchtitan's container does."""
+
+    def __init__(self, *held: torch.optim.Optimizer) -> None:
+        super().__init__([p for one in held for group in one.param_groups for p in group["params"]], {})
+        self.held = held
+
+    def __iter__(self) -> Iterator[torch.optim.Optimizer]:
+        return iter(self.held)
+
+    def step(self, closure: Any = None) -> None:
+        """Step all members."""
+        for one in self.held:
+            one.step()
+
+
+@pytest.mark.parametrize("call", [forebay.offload, forebay.restore])
+def test_what_is_not_one_optimizer_is_refused(call: Any) -> None:
+    held = [torch.optim.AdamW(make([(3,)])), torch.optim.AdamW(make([(3,)]))]
+    for thing in ("adamw", None, torch.nn.Linear(2, 2), torch.optim.lr_scheduler.ConstantLR(held[0])):
+        message = f"invalid optimizer: {type(thing).__name__}; give a torch.optim.Optimizer"
+        with pytest.raises(forebay.OptionError, match=message):
+            call(thing)
+    with pytest.raises(forebay.OptionError, match="Container holds other optimizers; give each of them"):
+        call(Container(*held))
+    assert all(type(one) is torch.optim.AdamW for one in held)
 
 
 def test_offloading_twice_changes_nothing(device: torch.device) -> None:

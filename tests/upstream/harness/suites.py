@@ -175,7 +175,7 @@ SUITES = {
                     "TestPinnedOptimizerEdgeCases",
                 )
             ),
-            standing_in="a worker of ours with forebay.move",
+            standing_in="the worker of forebay.integrations.nemo_rl",
             plugins=("harness.nemo_rl",),
             options=OURS_ALONE,
             replaces=False,

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 ON_CPU = bool(os.environ["UPSTREAM_ON_CPU"])
 DEVICE = "cpu" if ON_CPU else "cuda"
-# The defaults of the configuration are those of a model with 2.6e9 parameters.
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+# The defaults are those of a model with 2.6e9 parameters, of which each test saves and loads all state.
+SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 4}
 
 absent("tensordict", "ray", "omegaconf")
 hollow("verl", "verl.utils", "verl.utils.checkpoint")
@@ -67,12 +67,11 @@ def pytest_runtest_teardown() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give the test file inputs that need no flash-attn, and a small model where there is no GPU."""
+    """Give the test file inputs that need no flash-attn, and a small model."""
     for item in items:
         tests: Any = item.module  # type: ignore[attr-defined]
         tests.create_random_input_ids = random_input
-        if ON_CPU:
-            tests.Qwen2Config = functools.partial(transformers.Qwen2Config, vocab_size=32000, **SMALL)
+        tests.Qwen2Config = functools.partial(transformers.Qwen2Config, vocab_size=32000, **SMALL)
 
 
 if os.environ["UPSTREAM_SIDE"] == "forebay":
@@ -82,6 +81,6 @@ if os.environ["UPSTREAM_SIDE"] == "forebay":
 
     def enable_activation_offloading(model: torch.nn.Module, strategy: str, enable_ckpt: bool = False) -> None:
         """Do as forebay's plugin for verl does."""
-        handles.append(forebay.offload_activations(model, fraction=1.0, **({"min_bytes": 0} if ON_CPU else {})))
+        handles.append(forebay.offload_activations(model, fraction=1.0, min_bytes=0))
 
     activation_offload.enable_activation_offloading = enable_activation_offloading

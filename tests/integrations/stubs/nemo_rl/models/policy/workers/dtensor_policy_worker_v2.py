@@ -13,8 +13,10 @@ import torch
 class DTensorPolicyWorkerV2Impl:
     """Trains a model between phases of generation."""
 
-    def __init__(self, model: torch.nn.Module, optimizer: Any, **switches: bool) -> None:
-        self.model, self.optimizer = model, optimizer
+    def __init__(
+        self, model: torch.nn.Module, optimizer: Any, max_grad_norm: float | None = None, **switches: bool
+    ) -> None:
+        self.model, self.optimizer, self.max_grad_norm = model, optimizer, max_grad_norm
         self.cpu_offload = switches.get("cpu_offload", False)
         self.offload_optimizer_for_logprob = switches.get("offload_optimizer_for_logprob", False)
         self.saved: dict[str, Any] = {}
