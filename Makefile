@@ -8,6 +8,7 @@ SHELL := bash
 
 UV_VERSION := 0.13.7
 NEXTEST_VERSION := 0.9.143
+ZIG_VERSION := 0.15.2
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -35,7 +36,11 @@ FRAMEWORKS := $(VENV)/stamps/frameworks-$(call hash,requirements.txt requirement
 # verl asks for an older transformers, so it is in a folder of its own, which only its tests see.
 VERL := $(VENV)/stamps/verl-$(call hash,requirements-verl.txt)
 WHEEL := $(VENV)/stamps/wheel-$(call hash,Cargo.toml Cargo.lock pyproject.toml python \
-	crates/device crates/engine crates/bench crates/python)
+	crates/device crates/engine crates/bench crates/cli crates/python)
+# A wheel that is given away is linked against the glibc of torch's own wheels, which zig brings.
+ZIG := $(VENV)/stamps/zig-$(ZIG_VERSION)
+# The processors that `make wheel` builds for. Another needs its standard library: rustup target add aarch64-unknown-linux-gnu
+WHEEL_ARCHS ?= $(shell uname -m)
 
 .PHONY: help
 help: ## list the targets
@@ -114,15 +119,32 @@ ptx: $(DEPS) ## write the .ptx of every kernel file in crates/device/src/cuda/ke
 
 .PHONY: demo
 demo: setup out/ ## train a small model with torch's AdamW and with forebay's, then time the streamed step
-	cargo build --locked --release --package forebay-cli
 	$(call heading,Demo: a language model)
 	$(PY) scripts/demo.py --out out
 	$(call heading,Demo: the streamed step)
-	$(TARGET)/release/forebay bench step --json out/demo_step.json
+	$(VENV)/bin/forebay bench step --json out/demo_step.json
 
 .PHONY: bench
 bench: setup out/ ## the step against its peers, on the GPU or small on the CPU; options of your own: make bench ARGS="..."
 	$(PY) bench/step.py --json out/bench.json $(ARGS)
+
+.PHONY: wheel
+wheel: $(ZIG) ## the wheel to give away, for manylinux_2_28, in dist/; for both processors: make wheel WHEEL_ARCHS="x86_64 aarch64"
+	$(call heading,Wheel)
+	rm -rf dist
+	export CARGO_ZIGBUILD_PYTHON_PATH=$(CURDIR)/$(PY); for arch in $(WHEEL_ARCHS); do \
+		$(MATURIN) build --quiet --locked --release --zig --target $$arch-unknown-linux-gnu --compatibility manylinux_2_28 \
+			--interpreter python3.11 --out dist; \
+	done
+	ls -l dist
+
+.PHONY: wheel-test
+wheel-test: wheel ## install that wheel and torch into an empty environment, run the quickstart and the command there
+	$(call heading,Test the wheel)
+	rm -rf $(TARGET)/wheel-test
+	$(UV) venv --python $(PY) $(TARGET)/wheel-test
+	$(UV) pip install --python $(TARGET)/wheel-test/bin/python --constraint requirements.txt dist/*$$(uname -m).whl
+	scripts/wheel_test.sh $(TARGET)/wheel-test/bin
 
 out/:
 	mkdir -p $@
@@ -164,10 +186,14 @@ $(VERL): $(DEPS)
 
 $(WHEEL): $(DEPS)
 	$(call heading,Build and install the wheel)
-	rm -rf dist
-	$(MATURIN) build --quiet --locked --release --interpreter $(PY) --out dist
-	$(UV) pip install --python $(PY) --no-deps --reinstall dist/*.whl
+	rm -rf $(TARGET)/wheel
+	$(MATURIN) build --quiet --locked --release --interpreter $(PY) --out $(TARGET)/wheel
+	$(UV) pip install --python $(PY) --no-deps --reinstall $(TARGET)/wheel/*.whl
 	rm -f $(@D)/wheel-* && touch $@
+
+$(ZIG): $(DEPS)
+	$(UV) pip install --python $(PY) ziglang==$(ZIG_VERSION)
+	rm -f $(@D)/zig-* && touch $@
 
 .tools/bin/cargo-nextest:
 	$(call heading,Install cargo-nextest)

@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["CHECKPOINT_BLOCK_BYTES", "ActivationPlan", "Activations", "CallKind", "CallTimes", "Checkpoint", "HostCopies", "HostView", "LayerCost", "LayerPlan", "LayerStats", "Looked", "MeasuredCall", "MeasuredPass", "Moved", "OffloadStats", "Opened", "Optimizer", "PassCost", "PassSample", "Route", "Rule", "Saved", "Saving", "Slabs", "Snapshot", "TensorCost", "_errors_for_test", "_gil_is_released_for_test", "_memory_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "check_host", "host_memory", "kept_copy_bytes", "latest_checkpoint", "look", "look_with_gradients", "probe", "release_copies", "version", "write_checkpoint"]
+__all__ = ["CHECKPOINT_BLOCK_BYTES", "ActivationPlan", "Activations", "CallKind", "CallTimes", "Checkpoint", "HostCopies", "HostView", "LayerCost", "LayerPlan", "LayerStats", "Looked", "MeasuredCall", "MeasuredPass", "Moved", "OffloadStats", "Opened", "Optimizer", "PassCost", "PassSample", "Route", "Rule", "Saved", "Saving", "Slabs", "Snapshot", "TensorCost", "_errors_for_test", "_gil_is_released_for_test", "_memory_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "check_host", "command", "host_memory", "kept_copy_bytes", "latest_checkpoint", "look", "look_with_gradients", "probe", "release_copies", "version", "write_checkpoint"]
 
 CHECKPOINT_BLOCK_BYTES: Final[int]
 """
@@ -891,6 +891,12 @@ def bench_step(device: str | None, params: SupportsIndex, slots: SupportsIndex, 
 def check_host(kernel: str | None) -> int:
     """
     Check the name of a kernel against this machine; return how many threads the host may have.
+    """
+
+def command(arguments: SupportsGetItem[int, str], built_by: str) -> int:
+    """
+    Run the command with arguments, the first of which is the program's name; return its exit code. What it prints goes
+    to the process's own output, past `sys.stdout`.
     """
 
 def host_memory() -> tuple[int, int]:

@@ -10,6 +10,7 @@
 mod activation_plan;
 mod activations;
 mod checkpoint;
+mod command;
 mod error;
 mod guard;
 mod inputs;
@@ -39,6 +40,8 @@ mod _core {
         Checkpoint, HostCopies, Moved, Saving, Snapshot, kept_copy_bytes, latest_checkpoint, release_copies,
         write_checkpoint,
     };
+    #[pymodule_export]
+    use crate::command::command;
     #[pymodule_export]
     use crate::looked::{Looked, look, look_with_gradients};
     #[pymodule_export]
