@@ -3,7 +3,9 @@
 use std::path::Path;
 
 use forebay::Error;
-use forebay::checkpoint::{Checkpoint, Problem, Summary, from_safetensors, summarise, to_safetensors, verify as check};
+use forebay::checkpoint::{
+    Checkpoint, Problem, Summary, export_weights, from_safetensors, summarise, to_safetensors, verify as check,
+};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
@@ -50,7 +52,7 @@ pub(crate) fn verify(path: &Path, json: &Json) -> Result<u8, Failure> {
     Ok(if verdict.is_whole { SUCCESS } else { FAILURE })
 }
 
-pub(crate) fn convert(from: &Path, to: &Path) -> Result<u8, Failure> {
+pub(crate) fn convert(from: &Path, to: &Path, weights: bool) -> Result<u8, Failure> {
     let bytes = if from.is_dir() {
         if to.is_dir() {
             return Err(Failure::Engine(Error::InvalidOption {
@@ -62,8 +64,15 @@ pub(crate) fn convert(from: &Path, to: &Path) -> Result<u8, Failure> {
         let checkpoint = Checkpoint::open(from)?;
         let bytes = checkpoint.manifest().tensor_bytes();
         // Read once to compare the checksums, and once to copy.
-        watch("converting", 2 * bytes, |moved| to_safetensors(&checkpoint, to, moved))?;
-        bytes
+        let write = if weights { export_weights } else { to_safetensors };
+        watch("converting", 2 * bytes, |moved| write(&checkpoint, to, moved))?;
+        std::fs::metadata(to).map_or(bytes, |file| file.len())
+    } else if weights {
+        return Err(Failure::Engine(Error::InvalidOption {
+            option: "weights",
+            value: from.display().to_string(),
+            remedy: "weights are exported from a checkpoint; name its folder first".to_owned(),
+        }));
     } else {
         let bytes = std::fs::metadata(from).map_or(0, |file| file.len());
         watch("converting", bytes, |moved| from_safetensors(from, to, moved))?;
