@@ -14,7 +14,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 UV := $(PY) -m uv --quiet
 MATURIN := $(PY) -m maturin
-PY_SOURCES := bench python scripts tests
+PY_SOURCES := bench docs examples python scripts tests
 TARGET := $(or $(CARGO_TARGET_DIR),target)
 # Processes that run Python tests side by side.
 WORKERS ?= $(shell nproc)
@@ -35,6 +35,7 @@ DEPS := $(VENV)/stamps/deps-$(UV_VERSION)-$(call hash,requirements.txt)
 FRAMEWORKS := $(VENV)/stamps/frameworks-$(call hash,requirements.txt requirements-integrations.txt)
 # verl asks for an older transformers, so it is in a folder of its own, which only its tests see.
 VERL := $(VENV)/stamps/verl-$(call hash,requirements-verl.txt)
+DOCS := $(VENV)/stamps/docs-$(call hash,requirements.txt requirements-docs.txt)
 WHEEL := $(VENV)/stamps/wheel-$(call hash,Cargo.toml Cargo.lock pyproject.toml python \
 	crates/device crates/engine crates/bench crates/cli crates/python)
 # A wheel that is given away is linked against the glibc of torch's own wheels, which zig brings.
@@ -113,6 +114,12 @@ check-stubs: $(WHEEL) ## fail if python/forebay/_core.pyi is stale
 	$(stubs_from_build)
 	diff -u python/forebay/_core.pyi $(TARGET)/stubs/forebay/_core.pyi || { echo 'error: stale stubs; run: make stubs'; exit 1; }
 
+.PHONY: docs
+docs: $(WHEEL) $(DOCS) ## build docs/ to a site in out/docs; a warning is an error
+	$(call heading,Documentation)
+	$(PY) -m sphinx --quiet --fail-on-warning --keep-going --nitpicky docs out/docs
+	@echo "open out/docs/index.html"
+
 .PHONY: ptx
 ptx: $(DEPS) ## write the .ptx of every kernel file in crates/device/src/cuda/kernels
 	$(PY) scripts/make_ptx.py
@@ -150,9 +157,10 @@ out/:
 	mkdir -p $@
 
 .PHONY: requirements
-requirements: $(DEPS) ## write both requirements files from their .in files
+requirements: $(DEPS) ## write the requirements files from their .in files
 	$(UV) pip compile --python-version 3.11 --no-header --no-emit-index-url requirements.in --output-file requirements.txt
 	$(UV) pip compile --python-version 3.11 --no-header --no-emit-index-url requirements-integrations.in --output-file requirements-integrations.txt
+	$(UV) pip compile --python-version 3.11 --no-header --no-emit-index-url requirements-docs.in --output-file requirements-docs.txt
 
 .PHONY: clean
 clean: ## remove everything that these targets make
@@ -177,6 +185,12 @@ $(FRAMEWORKS): $(DEPS)
 	$(UV) pip install --python $(PY) --requirement requirements-integrations.txt \
 		|| { echo 'uv failed; trying pip'; $(PY) -m pip install --requirement requirements-integrations.txt; }
 	rm -f $(@D)/frameworks-* && touch $@
+
+$(DOCS): $(DEPS)
+	$(call heading,Install the documentation generator)
+	$(UV) pip install --python $(PY) --requirement requirements-docs.txt \
+		|| { echo 'uv failed; trying pip'; $(PY) -m pip install --requirement requirements-docs.txt; }
+	rm -f $(@D)/docs-* && touch $@
 
 $(VERL): $(DEPS)
 	$(call heading,Install verl)
