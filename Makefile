@@ -9,6 +9,7 @@ SHELL := bash
 UV_VERSION := 0.13.7
 NEXTEST_VERSION := 0.9.143
 ZIG_VERSION := 0.15.2
+DENY_VERSION := 0.20.2
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -153,6 +154,17 @@ wheel-test: wheel ## install that wheel and torch into an empty environment, run
 	$(UV) pip install --python $(TARGET)/wheel-test/bin/python --constraint requirements.txt dist/*$$(uname -m).whl
 	scripts/wheel_test.sh $(TARGET)/wheel-test/bin
 
+.PHONY: deny
+deny: .tools/bin/cargo-deny ## licences, sources, duplicates and advisories of the Rust dependencies, by deny.toml
+	$(call heading,Dependencies)
+	$< --workspace check licenses bans sources
+	if $< fetch db; then $< --workspace check advisories; \
+	else echo 'warning: the database of advisories cannot be reached, so advisories were not checked'; fi
+
+.PHONY: test-matrix
+test-matrix: $(WHEEL) ## Python tests with the oldest torch, one between and the newest, on Python 3.11 to 3.13
+	scripts/test_matrix.sh $(TARGET)/wheel/*.whl
+
 out/:
 	mkdir -p $@
 
@@ -208,6 +220,10 @@ $(WHEEL): $(DEPS)
 $(ZIG): $(DEPS)
 	$(UV) pip install --python $(PY) ziglang==$(ZIG_VERSION)
 	rm -f $(@D)/zig-* && touch $@
+
+.tools/bin/cargo-deny:
+	$(call heading,Install cargo-deny)
+	cargo install --locked cargo-deny --version $(DENY_VERSION) --root .tools
 
 .tools/bin/cargo-nextest:
 	$(call heading,Install cargo-nextest)

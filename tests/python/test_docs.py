@@ -19,6 +19,7 @@ import pytest
 
 import forebay
 from forebay import checkpoint
+from forebay.optim.units.options import UnitKeywords
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -143,12 +144,22 @@ def check_call(node: ast.Call, shown: str) -> None:
     if called is None or any(keyword.arg is None for keyword in node.keywords):
         return
     signature = inspect.signature(called)
+    # Options that are refused by name are accepted by the signature.
+    named = [one for one in signature.parameters.values() if one.kind != inspect.Parameter.VAR_KEYWORD]
+    signature = signature.replace(parameters=[*named, *more_keywords(called)])
     starred = any(isinstance(argument, (ast.Starred, ast.Constant)) and is_dots(argument) for argument in node.args)
     keywords = {keyword.arg: None for keyword in node.keywords if keyword.arg is not None}
     try:
         (signature.bind_partial if starred else signature.bind)(*node.args, **keywords)
     except TypeError as error:
         raise AssertionError(f"{shown}: {error}") from error
+
+
+def more_keywords(called: Any) -> Iterator[inspect.Parameter]:
+    """Yield the options of a function that takes those of a typed dict."""
+    if called is forebay.offload:
+        for name in sorted(UnitKeywords.__required_keys__ | UnitKeywords.__optional_keys__):
+            yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
 def is_dots(argument: ast.expr) -> bool:
