@@ -34,7 +34,8 @@ for cell in "${cells[@]}"; do
     # shellcheck disable=SC2086
     "${uv[@]}" pip install --python "$folder/bin/python" "torch==$torch" $tools "$wheel"
     # What older versions of torch warn of, and the newest does not.
-    quiet=(-W "ignore:torch.distributed is unavailable" -W "ignore:DTensor random operators")
+    quiet=(-W "ignore:torch.distributed is unavailable" -W "ignore:DTensor random operators"
+        -W "ignore:Converting a tensor with requires_grad")
     # shellcheck disable=SC2086
     OMP_NUM_THREADS=1 "$folder/bin/python" -m pytest --quiet --numprocesses "${WORKERS:-2}" -p no:cacheprovider "${quiet[@]}" \
         --junit-xml "$folder/result.xml" $tests || failed=1
