@@ -8,12 +8,14 @@ SHELL := bash
 
 UV_VERSION := 0.13.7
 NEXTEST_VERSION := 0.9.143
+ZIG_VERSION := 0.15.2
+DENY_VERSION := 0.20.2
 
 VENV := .venv
 PY := $(VENV)/bin/python
 UV := $(PY) -m uv --quiet
 MATURIN := $(PY) -m maturin
-PY_SOURCES := bench python scripts tests
+PY_SOURCES := bench docs examples python scripts tests
 TARGET := $(or $(CARGO_TARGET_DIR),target)
 # Processes that run Python tests side by side.
 WORKERS ?= $(shell nproc)
@@ -35,8 +37,13 @@ FRAMEWORKS := $(VENV)/stamps/frameworks-$(call hash,requirements.txt requirement
 # These ask for older packages than the others do, so they are in folders of their own, which only their tests see.
 VERL := $(VENV)/stamps/verl-$(call hash,requirements-verl.txt)
 TORCHTITAN := $(VENV)/stamps/torchtitan-$(call hash,requirements-torchtitan.txt)
+DOCS := $(VENV)/stamps/docs-$(call hash,requirements.txt requirements-docs.txt)
 WHEEL := $(VENV)/stamps/wheel-$(call hash,Cargo.toml Cargo.lock pyproject.toml python \
-	crates/device crates/engine crates/bench crates/python)
+	crates/device crates/engine crates/bench crates/cli crates/python)
+# A wheel that is given away is linked against the glibc of torch's own wheels, which zig brings.
+ZIG := $(VENV)/stamps/zig-$(ZIG_VERSION)
+# The processors that `make wheel` builds for. Another needs its standard library: rustup target add aarch64-unknown-linux-gnu
+WHEEL_ARCHS ?= $(shell uname -m)
 
 .PHONY: help
 help: ## list the targets
@@ -116,29 +123,64 @@ check-stubs: $(WHEEL) ## fail if python/forebay/_core.pyi is stale
 	$(stubs_from_build)
 	diff -u python/forebay/_core.pyi $(TARGET)/stubs/forebay/_core.pyi || { echo 'error: stale stubs; run: make stubs'; exit 1; }
 
+.PHONY: docs
+docs: $(WHEEL) $(DOCS) ## build docs/ to a site in out/docs; a warning is an error
+	$(call heading,Documentation)
+	$(PY) -m sphinx --quiet --fail-on-warning --keep-going --nitpicky docs out/docs
+	@echo "open out/docs/index.html"
+
 .PHONY: ptx
 ptx: $(DEPS) ## write the .ptx of every kernel file in crates/device/src/cuda/kernels
 	$(PY) scripts/make_ptx.py
 
 .PHONY: demo
 demo: setup out/ ## train a small model with torch's AdamW and with forebay's, then time the streamed step
-	cargo build --locked --release --package forebay-cli
 	$(call heading,Demo: a language model)
 	$(PY) scripts/demo.py --out out
 	$(call heading,Demo: the streamed step)
-	$(TARGET)/release/forebay bench step --json out/demo_step.json
+	$(VENV)/bin/forebay bench step --json out/demo_step.json
 
 .PHONY: bench
 bench: setup out/ ## the step against its peers, on the GPU or small on the CPU; options of your own: make bench ARGS="..."
 	$(PY) bench/step.py --json out/bench.json $(ARGS)
 
+.PHONY: wheel
+wheel: $(ZIG) ## the wheel to give away, for manylinux_2_28, in dist/; for both processors: make wheel WHEEL_ARCHS="x86_64 aarch64"
+	$(call heading,Wheel)
+	rm -rf dist
+	export CARGO_ZIGBUILD_PYTHON_PATH=$(CURDIR)/$(PY); for arch in $(WHEEL_ARCHS); do \
+		$(MATURIN) build --quiet --locked --release --zig --target $$arch-unknown-linux-gnu --compatibility manylinux_2_28 \
+			--interpreter python3.11 --out dist; \
+	done
+	ls -l dist
+
+.PHONY: wheel-test
+wheel-test: wheel ## install that wheel and torch into an empty environment, run the quickstart and the command there
+	$(call heading,Test the wheel)
+	rm -rf $(TARGET)/wheel-test
+	$(UV) venv --python $(PY) $(TARGET)/wheel-test
+	$(UV) pip install --python $(TARGET)/wheel-test/bin/python --constraint requirements.txt dist/*$$(uname -m).whl
+	scripts/wheel_test.sh $(TARGET)/wheel-test/bin
+
+.PHONY: deny
+deny: .tools/bin/cargo-deny ## licences, sources, duplicates and advisories of the Rust dependencies, by deny.toml
+	$(call heading,Dependencies)
+	$< --workspace check licenses bans sources
+	if $< fetch db; then $< --workspace check advisories; \
+	else echo 'warning: the database of advisories cannot be reached, so advisories were not checked'; fi
+
+.PHONY: test-matrix
+test-matrix: $(WHEEL) ## Python tests with the oldest torch, one between and the newest, on Python 3.11 to 3.13
+	scripts/test_matrix.sh $(TARGET)/wheel/*.whl
+
 out/:
 	mkdir -p $@
 
 .PHONY: requirements
-requirements: $(DEPS) ## write both requirements files from their .in files
+requirements: $(DEPS) ## write the requirements files from their .in files
 	$(UV) pip compile --python-version 3.11 --no-header --no-emit-index-url requirements.in --output-file requirements.txt
 	$(UV) pip compile --python-version 3.11 --no-header --no-emit-index-url requirements-integrations.in --output-file requirements-integrations.txt
+	$(UV) pip compile --python-version 3.11 --no-header --no-emit-index-url requirements-docs.in --output-file requirements-docs.txt
 
 .PHONY: clean
 clean: ## remove everything that these targets make
@@ -164,6 +206,12 @@ $(FRAMEWORKS): $(DEPS)
 		|| { echo 'uv failed; trying pip'; $(PY) -m pip install --requirement requirements-integrations.txt; }
 	rm -f $(@D)/frameworks-* && touch $@
 
+$(DOCS): $(DEPS)
+	$(call heading,Install the documentation generator)
+	$(UV) pip install --python $(PY) --requirement requirements-docs.txt \
+		|| { echo 'uv failed; trying pip'; $(PY) -m pip install --requirement requirements-docs.txt; }
+	rm -f $(@D)/docs-* && touch $@
+
 $(VERL): $(DEPS)
 	$(call heading,Install verl)
 	rm -rf $(VENV)/verl
@@ -178,10 +226,18 @@ $(TORCHTITAN): $(DEPS)
 
 $(WHEEL): $(DEPS)
 	$(call heading,Build and install the wheel)
-	rm -rf dist
-	$(MATURIN) build --quiet --locked --release --interpreter $(PY) --out dist
-	$(UV) pip install --python $(PY) --no-deps --reinstall dist/*.whl
+	rm -rf $(TARGET)/wheel
+	$(MATURIN) build --quiet --locked --release --interpreter $(PY) --out $(TARGET)/wheel
+	$(UV) pip install --python $(PY) --no-deps --reinstall $(TARGET)/wheel/*.whl
 	rm -f $(@D)/wheel-* && touch $@
+
+$(ZIG): $(DEPS)
+	$(UV) pip install --python $(PY) ziglang==$(ZIG_VERSION)
+	rm -f $(@D)/zig-* && touch $@
+
+.tools/bin/cargo-deny:
+	$(call heading,Install cargo-deny)
+	cargo install --locked cargo-deny --version $(DENY_VERSION) --root .tools
 
 .tools/bin/cargo-nextest:
 	$(call heading,Install cargo-nextest)

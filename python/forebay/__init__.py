@@ -61,6 +61,11 @@ __all__ += optim.__all__
 __version__ = version()
 
 
+def __dir__() -> list[str]:
+    """List all names, those that are not imported yet too."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name in optim.__all__:
         return getattr(optim, name)

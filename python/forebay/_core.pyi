@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["CHECKPOINT_BLOCK_BYTES", "ActivationPlan", "Activations", "CallKind", "CallTimes", "Checkpoint", "HostCopies", "HostView", "LayerCost", "LayerPlan", "LayerStats", "Looked", "MeasuredCall", "MeasuredPass", "Moved", "OffloadStats", "Opened", "Optimizer", "PassCost", "PassSample", "Route", "Rule", "Saved", "Saving", "Slabs", "Snapshot", "TensorCost", "_errors_for_test", "_gil_is_released_for_test", "_memory_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "check_host", "host_memory", "kept_copy_bytes", "latest_checkpoint", "look", "look_with_gradients", "probe", "release_copies", "version", "write_checkpoint"]
+__all__ = ["CHECKPOINT_BLOCK_BYTES", "ActivationPlan", "Activations", "CallKind", "CallTimes", "Checkpoint", "HostCopies", "HostView", "LayerCost", "LayerPlan", "LayerStats", "Looked", "MeasuredCall", "MeasuredPass", "Moved", "OffloadStats", "Opened", "Optimizer", "PassCost", "PassSample", "Route", "Rule", "Saved", "Saving", "Slabs", "Snapshot", "TensorCost", "_errors_for_test", "_gil_is_released_for_test", "_memory_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "check_host", "checkpoint_summary", "command", "export_weights", "host_memory", "kept_copy_bytes", "latest_checkpoint", "look", "look_with_gradients", "probe", "release_copies", "verify_checkpoint", "version", "write_checkpoint"]
 
 CHECKPOINT_BLOCK_BYTES: Final[int]
 """
@@ -893,6 +893,22 @@ def check_host(kernel: str | None) -> int:
     Check the name of a kernel against this machine; return how many threads the host may have.
     """
 
+def checkpoint_summary(path: str | PathLike[str]) -> str:
+    """
+    What is in the last complete checkpoint of a path, or in that very folder; JSON text.
+    """
+
+def command(arguments: SupportsGetItem[int, str], built_by: str) -> int:
+    """
+    Run the command with arguments, the first of which is the program's name; return its exit code. What it prints goes
+    to the process's own output, past `sys.stdout`.
+    """
+
+def export_weights(path: str | PathLike[str], target: str | PathLike[str], moved: Moved) -> None:
+    """
+    Write a checkpoint's weights into one safetensors file, after comparing every checksum.
+    """
+
 def host_memory() -> tuple[int, int]:
     """
     Bytes of host memory that this process may use in all, and that are available now.
@@ -929,6 +945,11 @@ def probe(device: str | None = None) -> str:
 def release_copies() -> int:
     """
     Free the memory that is kept for the copies of the next snapshot, and return how many bytes that were.
+    """
+
+def verify_checkpoint(path: str | PathLike[str], moved: Moved) -> tuple[int, list[tuple[str, str]]]:
+    """
+    Compare every checksum of a checkpoint; return the bytes of its files, and the file and the reason of each problem.
     """
 
 def version() -> str:

@@ -4,6 +4,13 @@ Every exception is an :class:`Error`. An exception with a built-in counterpart i
 MemoryError`` works. The extension module also raises these classes. Numbers are attributes, not only text.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 __all__ = [
     "AsleepError",
     "CheckpointError",
@@ -93,7 +100,24 @@ class StorageError(Error, OSError):
 
 
 class CheckpointError(Error, ValueError):
-    """A checkpoint is incomplete, damaged or of another model; the message names the file and the reason."""
+    """A checkpoint is incomplete, damaged or of another model; the message names the file and the reason.
+
+    Parameters
+    ----------
+    message
+        The file, and the reason.
+    problems
+        A pair of file and reason for each problem that ``checkpoint.verify`` found; otherwise none.
+    """
+
+    problems: tuple[tuple[str, str], ...]
+
+    def __init__(self, message: str = "", problems: Iterable[tuple[str, str]] = ()) -> None:
+        super().__init__(message)
+        self.problems = tuple(problems)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (str(self), self.problems))
 
 
 class AsleepError(Error):

@@ -46,6 +46,19 @@ def test_public_names_exist() -> None:
     assert not [name for name in forebay.__all__ if name.startswith("_") and name != "__version__"]
 
 
+def test_dir_lists_everything_before_it_is_imported() -> None:
+    code = "import forebay; print(*dir(forebay))"
+    listed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert set(forebay.__all__) <= set(listed)
+    assert "checkpoint" in listed
+    assert listed == sorted(set(listed))
+
+
+def test_metadata_names_no_address() -> None:
+    # Nobody has a home for the project yet; an address of somebody else's would be worse than none.
+    assert metadata.metadata("forebay").get_all("Project-URL") is None
+
+
 def test_import_does_not_import_torch() -> None:
     code = "import sys, forebay; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-W", "error", "-c", code], check=False).returncode == 0

@@ -1,23 +1,24 @@
 //! The commands on checkpoints.
 
 use std::path::Path;
-use std::process::ExitCode;
 
 use forebay::Error;
-use forebay::checkpoint::{Checkpoint, Problem, Summary, from_safetensors, summarise, to_safetensors, verify as check};
+use forebay::checkpoint::{
+    Checkpoint, Problem, Summary, export_weights, from_safetensors, summarise, to_safetensors, verify as check,
+};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
 use crate::output::{Json, check_writable, emit};
 use crate::progress::watch;
 use crate::tables::{count, size};
-use crate::{Failure, report};
+use crate::{FAILURE, Failure, SUCCESS, report};
 
-pub(crate) fn inspect(path: &Path, json: &Json) -> Result<ExitCode, Failure> {
+pub(crate) fn inspect(path: &Path, json: &Json) -> Result<u8, Failure> {
     let summary = summarise(&Checkpoint::open(path)?)?;
     json.path().map_or(Ok(()), check_writable)?;
     report(json, &summary, || table(&summary))?;
-    Ok(ExitCode::SUCCESS)
+    Ok(SUCCESS)
 }
 
 #[derive(Serialize)]
@@ -28,7 +29,7 @@ struct Verdict {
     problems: Vec<Problem>,
 }
 
-pub(crate) fn verify(path: &Path, json: &Json) -> Result<ExitCode, Failure> {
+pub(crate) fn verify(path: &Path, json: &Json) -> Result<u8, Failure> {
     json.path().map_or(Ok(()), check_writable)?;
     let (folder, checked_bytes, problems) = match Checkpoint::open(path) {
         // A manifest that cannot be used is a finding too.
@@ -48,10 +49,10 @@ pub(crate) fn verify(path: &Path, json: &Json) -> Result<ExitCode, Failure> {
         let list: String = verdict.problems.iter().map(|problem| format!("  {problem}\n")).collect();
         format!("{}: {} found\n{list}", verdict.path, count(verdict.problems.len(), "problem"))
     })?;
-    Ok(if verdict.is_whole { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if verdict.is_whole { SUCCESS } else { FAILURE })
 }
 
-pub(crate) fn convert(from: &Path, to: &Path) -> Result<ExitCode, Failure> {
+pub(crate) fn convert(from: &Path, to: &Path, weights: bool) -> Result<u8, Failure> {
     let bytes = if from.is_dir() {
         if to.is_dir() {
             return Err(Failure::Engine(Error::InvalidOption {
@@ -63,15 +64,22 @@ pub(crate) fn convert(from: &Path, to: &Path) -> Result<ExitCode, Failure> {
         let checkpoint = Checkpoint::open(from)?;
         let bytes = checkpoint.manifest().tensor_bytes();
         // Read once to compare the checksums, and once to copy.
-        watch("converting", 2 * bytes, |moved| to_safetensors(&checkpoint, to, moved))?;
-        bytes
+        let write = if weights { export_weights } else { to_safetensors };
+        watch("converting", 2 * bytes, |moved| write(&checkpoint, to, moved))?;
+        std::fs::metadata(to).map_or(bytes, |file| file.len())
+    } else if weights {
+        return Err(Failure::Engine(Error::InvalidOption {
+            option: "weights",
+            value: from.display().to_string(),
+            remedy: "weights are exported from a checkpoint; name its folder first".to_owned(),
+        }));
     } else {
         let bytes = std::fs::metadata(from).map_or(0, |file| file.len());
         watch("converting", bytes, |moved| from_safetensors(from, to, moved))?;
         bytes
     };
     emit(&format!("wrote {}: {}\n", to.display(), size(bytes)))?;
-    Ok(ExitCode::SUCCESS)
+    Ok(SUCCESS)
 }
 
 fn table(summary: &Summary) -> String {

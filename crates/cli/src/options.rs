@@ -46,6 +46,9 @@ pub(crate) enum Command {
         from: PathBuf,
         /// The file to write, or the folder to make a checkpoint in
         to: PathBuf,
+        /// Only the model's weights, under the model's own names, as from_pretrained and other tools expect them
+        #[arg(long)]
+        weights: bool,
     },
     /// Print a plan: what would move in which chunk, before anything is allocated
     Plan {

@@ -2,12 +2,11 @@
 
 use std::fs::OpenOptions;
 use std::io::{ErrorKind, Write as _};
-use std::process::ExitCode;
 use std::str::FromStr;
 
 use forebay::{Error, device};
 
-use crate::Failure;
+use crate::{FAILURE, Failure, SUCCESS, WRONG_OPTIONS};
 
 /// Where `--json` sends the result.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -70,10 +69,10 @@ fn complain(text: &str) {
 }
 
 /// Prints clap's message: help and version to standard output, an error with a hint to standard error.
-pub(crate) fn usage(error: &clap::Error) -> ExitCode {
+pub(crate) fn usage(error: &clap::Error, built_by: &str) -> u8 {
     if error.kind() == clap::error::ErrorKind::DisplayVersion {
         // Built here only: looking for a driver takes time that other commands need not spend.
-        return said(emit(&format!("forebay {}\n", crate::tables::version())));
+        return said(emit(&format!("forebay {}\n", crate::tables::version(built_by))));
     }
     if !error.use_stderr() {
         return said(emit(&error.to_string()));
@@ -81,32 +80,32 @@ pub(crate) fn usage(error: &clap::Error) -> ExitCode {
     let text = error.to_string();
     let text = text.split("\n\nFor more information").next().unwrap_or(&text).trim_end();
     complain(&format!("{text}\nhint: `forebay --help` lists the commands, `forebay COMMAND --help` their options\n"));
-    ExitCode::from(2)
+    WRONG_OPTIONS
 }
 
-fn said(outcome: Result<(), Failure>) -> ExitCode {
-    outcome.map_or_else(|failure| fail(&failure), |()| ExitCode::SUCCESS)
+fn said(outcome: Result<(), Failure>) -> u8 {
+    outcome.map_or_else(|failure| fail(&failure), |()| SUCCESS)
 }
 
 /// Prints the error and a hint how to avoid it.
-pub(crate) fn fail(failure: &Failure) -> ExitCode {
+pub(crate) fn fail(failure: &Failure) -> u8 {
     let (text, hint, code) = match failure {
         Failure::Write { path, error } => (
             format!("cannot write {path}: {error}"),
             "give a path that can be written, in a folder that exists, on a disk with room".to_owned(),
-            1,
+            FAILURE,
         ),
         Failure::Engine(
             Error::InvalidOption { option, value, remedy }
             | Error::Device(device::Error::InvalidOption { option, value, remedy }),
-        ) => (format!("invalid {}: {value}", flag(option)), remedy.clone(), 2),
-        Failure::Engine(error) => (error.to_string(), hint(error).to_owned(), 1),
+        ) => (format!("invalid {}: {value}", flag(option)), remedy.clone(), WRONG_OPTIONS),
+        Failure::Engine(error) => (error.to_string(), hint(error).to_owned(), FAILURE),
     };
     complain(&format!("error: {text}\n"));
     if !hint.is_empty() {
         complain(&format!("hint: {hint}\n"));
     }
-    ExitCode::from(code)
+    code
 }
 
 /// The library's name of an option as a flag: `--chunk-bytes` for `chunk_bytes`.

@@ -1,7 +1,5 @@
 //! `forebay plan`: the plan of a streamed step, as text or as JSON. It opens no device and allocates no state.
 
-use std::process::ExitCode;
-
 use clap::ValueEnum;
 use forebay::Error;
 use forebay::device::{Column, Rule};
@@ -12,7 +10,7 @@ use serde::Serialize;
 use crate::options::{PlanStepArgs, RingArgs};
 use crate::output::check_writable;
 use crate::tables::{rows, size};
-use crate::{Failure, report};
+use crate::{Failure, SUCCESS, report};
 
 /// The update rules that can be planned; the first one is the default.
 pub(crate) fn rule_names() -> Vec<&'static str> {
@@ -78,12 +76,12 @@ struct Planned {
     plan: StepPlan,
 }
 
-pub(crate) fn step(args: &PlanStepArgs) -> Result<ExitCode, Failure> {
+pub(crate) fn step(args: &PlanStepArgs) -> Result<u8, Failure> {
     let json = &args.output.json;
     json.path().map_or(Ok(()), check_writable)?;
     let planned = plan(args)?;
     report(json, &planned, || text(&planned))?;
-    Ok(ExitCode::SUCCESS)
+    Ok(SUCCESS)
 }
 
 fn plan(args: &PlanStepArgs) -> Result<Planned, Failure> {

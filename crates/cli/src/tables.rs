@@ -2,15 +2,23 @@
 
 use std::fmt::Write as _;
 
-use forebay::device::{Backend, backends};
+use forebay::device::update::RULES;
+use forebay::device::{Backend, backends, cuda, host_kernels};
 use forebay_bench::{CpuAdamBench, Exactness, Probe, StepBench};
 
 const MIB: f64 = 1_048_576.0;
 const GIB: f64 = 1_073_741_824.0;
 
-/// The version, and the devices of each backend on this machine.
-pub(crate) fn version() -> String {
-    let mut text = forebay::VERSION.to_owned();
+/// The version, what built the program, the kernels in it, and the devices of each backend on this machine.
+pub(crate) fn version(built_by: &str) -> String {
+    let rules: Vec<&str> = RULES.iter().map(|rule| rule.name).collect();
+    let mut text = format!(
+        "{}\nbuilt by {built_by}\nkernels {}; cuda: {}; host: {}",
+        forebay::VERSION,
+        rules.join(", "),
+        cuda::ptx_version(),
+        host_kernels().join(", ")
+    );
     for status in backends() {
         let name = match status.backend {
             Backend::Cpu => "cpu",

@@ -18,13 +18,16 @@ fn has_cuda() -> bool {
 }
 
 #[test]
-fn version_names_both_backends_and_what_each_found() {
+fn version_names_the_build_its_kernels_and_what_each_backend_found() {
     let printed = said("--version");
     let lines: Vec<&str> = printed.lines().collect();
-    assert_eq!(lines.len(), 3, "{printed}");
+    assert_eq!(lines.len(), 5, "{printed}");
     assert_eq!(lines[0], format!("forebay {}", env!("CARGO_PKG_VERSION")));
-    assert_eq!(lines[1], "backend cpu: built in, cpu");
-    assert!(lines[2].starts_with("backend cuda: built in, "), "{printed}");
+    assert_eq!(lines[1], format!("built by cargo for {}", std::env::consts::ARCH));
+    let kernels = "kernels adamw, adam, sgd, lion; cuda: PTX of CUDA 12.4 for sm_80 and newer; host: ";
+    assert!(lines[2].starts_with(kernels) && lines[2].ends_with("portable"), "{printed}");
+    assert_eq!(lines[3], "backend cpu: built in, cpu");
+    assert!(lines[4].starts_with("backend cuda: built in, "), "{printed}");
 }
 
 #[test]

@@ -104,6 +104,11 @@ pub fn host_cores() -> usize {
     crate::cpu::threads()
 }
 
+/// The names of the kernels that this CPU can run, the default first.
+pub fn host_kernels() -> Vec<&'static str> {
+    Unit::available().into_iter().rev().map(Unit::name).collect()
+}
+
 /// Threads that update host memory.
 pub struct HostThreads {
     shared: Arc<Shared>,

@@ -283,6 +283,37 @@ pub(crate) fn latest_checkpoint(py: Python<'_>, path: PathBuf) -> PyResult<PathB
     guard::run(py, || checkpoint::latest(&path))
 }
 
+/// What is in the last complete checkpoint of a path, or in that very folder; JSON text.
+#[pyfunction]
+pub(crate) fn checkpoint_summary(py: Python<'_>, path: PathBuf) -> PyResult<String> {
+    guard::run(py, || {
+        let summary = checkpoint::summarise(&checkpoint::Checkpoint::open(&path)?)?;
+        Ok(serde_json::to_string(&summary).unwrap_or_default())
+    })
+}
+
+/// Compare every checksum of a checkpoint; return the bytes of its files, and the file and the reason of each problem.
+#[pyfunction]
+pub(crate) fn verify_checkpoint(
+    py: Python<'_>,
+    path: PathBuf,
+    moved: &Moved,
+) -> PyResult<(u64, Vec<(String, String)>)> {
+    guard::run(py, || {
+        let opened = checkpoint::Checkpoint::open(&path)?;
+        let bytes = opened.manifest().files.iter().map(|file| file.bytes).sum();
+        moved.expected.store(bytes, Relaxed);
+        let problems = checkpoint::verify(&opened, &moved.bytes)?;
+        Ok((bytes, problems.into_iter().map(|problem| (problem.file, problem.reason)).collect()))
+    })
+}
+
+/// Write a checkpoint's weights into one safetensors file, after comparing every checksum.
+#[pyfunction]
+pub(crate) fn export_weights(py: Python<'_>, path: PathBuf, target: PathBuf, moved: &Moved) -> PyResult<()> {
+    guard::run(py, || checkpoint::export_weights(&checkpoint::Checkpoint::open(&path)?, &target, &moved.bytes))
+}
+
 /// A complete checkpoint, its structure checked.
 #[pyclass(frozen)]
 pub(crate) struct Checkpoint {

@@ -10,6 +10,7 @@
 mod activation_plan;
 mod activations;
 mod checkpoint;
+mod command;
 mod error;
 mod guard;
 mod inputs;
@@ -36,9 +37,11 @@ mod _core {
     use crate::activations::{Activations, LayerStats, OffloadStats, Opened, Route, Saved};
     #[pymodule_export]
     use crate::checkpoint::{
-        Checkpoint, HostCopies, Moved, Saving, Snapshot, kept_copy_bytes, latest_checkpoint, release_copies,
-        write_checkpoint,
+        Checkpoint, HostCopies, Moved, Saving, Snapshot, checkpoint_summary, export_weights, kept_copy_bytes,
+        latest_checkpoint, release_copies, verify_checkpoint, write_checkpoint,
     };
+    #[pymodule_export]
+    use crate::command::command;
     #[pymodule_export]
     use crate::looked::{Looked, look, look_with_gradients};
     #[pymodule_export]

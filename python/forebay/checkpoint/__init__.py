@@ -2,12 +2,14 @@
 
 ``save``, ``async_save`` and ``load`` handle a whole model and its optimizers. ``Writer`` and ``Reader`` replace DCP's
 ``FileSystemWriter`` and ``FileSystemReader`` (``torch.distributed.checkpoint``). DCP plans, shards and runs the
-collectives. Rust moves the bytes between memory and files, without a copy, and every byte has a checksum.
+collectives. Rust moves the bytes between memory and files, without a copy, and every byte has a checksum. ``exists``,
+``latest``, ``inspect``, ``verify`` and ``export_weights`` need no model.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,11 +21,13 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from forebay import _core
 from forebay._checks import one_of, positive, whole
+from forebay._log import logger
 from forebay._tensors import local
 from forebay.checkpoint import arguments, contents, handle
 from forebay.checkpoint.files import StrPath, absolute
 from forebay.checkpoint.handle import Handle
 from forebay.checkpoint.interrupts import allowed
+from forebay.checkpoint.look import exists, export_weights, inspect, latest, verify
 from forebay.checkpoint.ranks import groups, on_all_ranks, plain_errors, quietly, ranks_of, uninterrupted
 from forebay.checkpoint.reader import Reader
 from forebay.checkpoint.snapshot import Snapshot, release_copies
@@ -34,7 +38,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
-__all__ = ["Handle", "Reader", "Writer", "async_save", "load", "release", "save"]
+__all__ = [
+    "Handle",
+    "Reader",
+    "Writer",
+    "async_save",
+    "exists",
+    "export_weights",
+    "inspect",
+    "latest",
+    "load",
+    "release",
+    "save",
+    "verify",
+]
 
 
 def save(
@@ -44,6 +61,7 @@ def save(
     *,
     extra: Mapping[str, Any] | None = None,
     keep_last: int | None = None,
+    trained_only: bool = False,
     process_group: Any = None,
 ) -> None:
     """Save a model, its optimizers and other values of the run. All ranks call it.
@@ -60,10 +78,13 @@ def save(
     optimizer
         Its optimizer or optimizers, of forebay or of torch.
     extra
-        Other values to save, the same on every rank: tensors, numbers, strings, bytes, and lists, tuples and dicts of
-        them.
+        Other values to save, the same on every rank: tensors, arrays and scalars of numpy, numbers, strings, bytes, and
+        lists, tuples and dicts of them.
     keep_last
         Keep this many complete checkpoints of this path; by default all.
+    trained_only
+        Save no parameters that do not require gradients, as the base model of LoRA. ``load`` leaves such parameters as
+        they are. Buffers are saved.
     process_group
         The ranks that save; by default all of them.
     """
@@ -76,12 +97,14 @@ def save(
         writer = _writer(path, keep_last, optimizers)
         with ExitStack() as turn:
             handle.take_turn(turn, writer.path)
-        state.update(contents.contents_to_save(model, optimizers, extra))
+        state.update(contents.contents_to_save(model, optimizers, extra, trained_only=trained_only))
 
+    begun = time.perf_counter()
     with uninterrupted(process_group):
         on_all_ranks(begin, process_group)
         assert writer is not None
         write_state(state, writer, process_group)
+    logger.info("saved %s in %.2f s", writer.path, time.perf_counter() - begun)
 
 
 def async_save(
@@ -91,6 +114,7 @@ def async_save(
     *,
     extra: Mapping[str, Any] | None = None,
     keep_last: int | None = None,
+    trained_only: bool = False,
     snapshot_budget_bytes: int | None = None,
     write_gbps: float | None = None,
     copy_gbps: float | None = None,
@@ -114,7 +138,7 @@ def async_save(
 
     Parameters
     ----------
-    path, model, optimizer, extra, keep_last
+    path, model, optimizer, extra, keep_last, trained_only
         As in ``save``.
     snapshot_budget_bytes
         The most host memory for copies of parameters, buffers and state together. By default as much as needed, up to
@@ -144,7 +168,7 @@ def async_save(
         writer.bytes_per_s = None if write_rate is None else write_rate * 1e9
         writer.moved = moved
         handle.take_turn(turn, writer.path, refuse=when_busy == "refuse")
-        state = contents.contents_to_save(model, optimizers, extra)
+        state = contents.contents_to_save(model, optimizers, extra, trained_only=trained_only)
         writer.snapshot = snapshot = Snapshot(state, optimizers, snapshot_budget_bytes)
 
     with uninterrupted(None), ExitStack() as turn:
@@ -200,8 +224,11 @@ def load(
     process_group
         The ranks that load; by default all of them.
     """
+    begun = time.perf_counter()
     with uninterrupted(process_group), ExitStack() as laid_out:
-        return _load(model, optimizer, path, strict, process_group, laid_out)
+        extra = _load(model, optimizer, path, strict, process_group, laid_out)
+    logger.info("loaded %s in %.2f s", path, time.perf_counter() - begun)
+    return extra
 
 
 def _load(
@@ -225,7 +252,8 @@ def _load(
     try:
         with allowed():
             metadata = reader.read_metadata()
-            missing = contents.compare(reader.path, wanted, metadata, strict)
+            spared = contents.frozen_names(model) if reader.objects.get(contents.TRAINED_ONLY) else frozenset[str]()
+            missing = contents.compare(reader.path, wanted, metadata, strict, spared)
             contents.add_options(state, metadata)
             # Read first, so that nothing is changed if it cannot be read.
             extra = contents.extra_of(reader)

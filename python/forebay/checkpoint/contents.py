@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 MASTER_SUFFIX = f".{MASTER}"
 """The end of the names of master weights, which torch's optimizers do not have."""
 
+TRAINED_ONLY = "trained_only"
+"""The name of the value that says that frozen parameters were left out."""
+
 
 def ours(optimizers: list[torch.optim.Optimizer]) -> list[Optimizer]:
     """Return the optimizers that are forebay's."""
@@ -81,17 +84,33 @@ def contents_of(
 
 
 def contents_to_save(
-    model: torch.nn.Module | None, optimizers: list[torch.optim.Optimizer], extra: Mapping[str, Any] | None
+    model: torch.nn.Module | None,
+    optimizers: list[torch.optim.Optimizer],
+    extra: Mapping[str, Any] | None,
+    *,
+    trained_only: bool,
 ) -> dict[str, Any]:
-    """Return the state of ``contents_of``, with the caller's ``extra`` values."""
+    """Return the state of ``contents_of``, with the caller's ``extra`` values and perhaps without frozen parameters."""
     with ExitStack() as laid_out:
         contents = contents_of(model, optimizers, laid_out, whole=False)
+    if trained_only:
+        for name in frozen_names(model):
+            contents["model"].pop(name.removeprefix("model."), None)
+        contents[TRAINED_ONLY] = True
     if extra is not None:
         tensors: dict[str, torch.Tensor] = {}
         contents["extra"] = Encoded(dict(extra), tensors, "extra")
         # Not nested: DCP would flatten lists and dicts, and lose empty ones and the types of keys.
         contents.update(tensors)
     return contents
+
+
+def frozen_names(model: torch.nn.Module | None) -> frozenset[str]:
+    """Return the names, in a checkpoint, of a model's parameters that do not require gradients."""
+    if model is None:
+        return frozenset()
+    named = [(name, one) for name, one in model.named_parameters(remove_duplicate=False) if not one.requires_grad]
+    return frozenset(f"model.{key}" for name, _ in named for key in _get_fqns(model, name))
 
 
 def extra_of(reader: Reader) -> dict[str, Any] | None:
@@ -102,8 +121,13 @@ def extra_of(reader: Reader) -> dict[str, Any] | None:
     return extra if isinstance(extra, dict) else None
 
 
-def compare(path: Path, wanted: Mapping[str, Any], metadata: Metadata, strict: bool) -> list[str]:
-    """Return the names that the checkpoint lacks; raise if it is a checkpoint of another model."""
+def compare(
+    path: Path, wanted: Mapping[str, Any], metadata: Metadata, strict: bool, spared: frozenset[str]
+) -> list[str]:
+    """Return the names that the checkpoint lacks; raise if it is a checkpoint of another model.
+
+    It may lack the names in ``spared``.
+    """
     found = metadata.state_dict_metadata
     for name, value in wanted.items():
         stored = found.get(name)
@@ -115,7 +139,10 @@ def compare(path: Path, wanted: Mapping[str, Any], metadata: Metadata, strict: b
             raise CheckpointError(f"{path}: {name} is a tensor in only one of checkpoint and model")
     missing = [name for name in wanted if name not in found]
     if strict:
-        both = [_listed("it lacks", _lacking(missing, found)), _listed("it also has", _foreign(wanted, found))]
+        both = [
+            _listed("it lacks", _lacking([name for name in missing if name not in spared], found)),
+            _listed("it also has", _foreign(wanted, found)),
+        ]
         if any(both):
             raise CheckpointError(
                 f"{path}: not a checkpoint of this model and optimizer: {' and '.join(filter(None, both))}; "

@@ -15,6 +15,7 @@ import traceback
 import weakref
 from typing import TYPE_CHECKING
 
+from forebay._log import logger
 from forebay.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -71,6 +72,10 @@ class Handle:
             finally:
                 self._stats = snapshot.stats()
                 self._end = time.perf_counter()
+                if self._error is None:
+                    logger.info("saved %s in %.2f s, beside training", path, self.seconds())
+                else:
+                    logger.error("not saved: %s: %s", path, self._error)
                 snapshot.finish()
                 self._done.set()
 

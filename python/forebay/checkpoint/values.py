@@ -10,11 +10,13 @@ from __future__ import annotations
 import base64
 import collections
 import math
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from forebay._device import CPU
+from forebay.checkpoint.files import DTYPES
 from forebay.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor] | None = None
     """
     if type(value) is Encoded:
         return value.json()
+    numpy = sys.modules.get("numpy")
     if isinstance(value, torch.Tensor):
         if tensors is not None:
             if value.layout != torch.strided or value.is_meta:
@@ -74,6 +77,9 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor] | None = None
                 "value": encode(value.item(), name),
                 "dtype": str(value.dtype).removeprefix("torch."),
             }
+    elif numpy is not None and type(value) is numpy.ndarray:
+        if not value.dtype.hasobject and value.dtype.names is None:
+            return _encode_array(value, name, tensors)
     elif value is None or isinstance(value, (bool, str)):
         # Subclasses of str (an enum's members, for example) would be loaded as plain strings.
         if type(value) in (type(None), bool, str):
@@ -104,12 +110,35 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor] | None = None
     elif isinstance(value, complex):
         return {TAG: "complex", "value": [repr(value.real), repr(value.imag)]}
     elif hasattr(value, "item") and getattr(value, "shape", None) == ():
-        # A scalar of numpy.
+        # A scalar of numpy becomes a number: it can be read without numpy.
         return encode(value.item(), name)
     raise CheckpointError(
         f"{name} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot store; use "
-        "tensors, numbers, strings, bytes, lists, tuples and dicts"
+        "tensors, arrays, numbers, strings, bytes, lists, tuples and dicts"
     )
+
+
+def _encode_array(value: Any, name: str, tensors: dict[str, torch.Tensor] | None) -> Any:
+    """Return an array of numpy as JSON. It is stored as a tensor if torch has its type."""
+    if tensors is not None:
+        try:
+            tensor = torch.from_numpy(value.copy(order="C"))
+        except (TypeError, ValueError):
+            tensor = None
+        if tensor is not None and tensor.dtype in DTYPES:
+            return {TAG: "array", "value": encode(tensor, name, tensors)["value"]}
+    data = base64.b64encode(value.tobytes()).decode()
+    return {TAG: "raw_array", "value": data, "dtype": value.dtype.str, "shape": list(value.shape)}
+
+
+def _decode_array(inner: str, described: dict[str, Any]) -> Any:
+    """Return the array that ``_encode_array`` was given."""
+    try:
+        import numpy
+    except ImportError as error:
+        raise CheckpointError("a value is an array of numpy, which is not installed; install numpy") from error
+    found = numpy.frombuffer(base64.b64decode(inner, validate=True), numpy.dtype(described["dtype"]))
+    return found.reshape(described["shape"]).copy()
 
 
 def decode(value: Any, tensor: Callable[[str], torch.Tensor] | None = None) -> Any:
@@ -122,8 +151,8 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor] | None = None) -> A
     if kind is None:
         return {key: decode(item, tensor) for key, item in value.items()}
     inner: Any = value.get("value")
-    if kind == "tensor" and tensor is not None and isinstance(inner, str):
-        return tensor(inner)
+    if kind in ("tensor", "array") and tensor is not None and isinstance(inner, str):
+        return tensor(inner) if kind == "tensor" else tensor(inner).numpy()
     try:
         match kind:
             case "int":
@@ -140,6 +169,8 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor] | None = None) -> A
                 return torch.tensor(decode(inner), dtype=getattr(torch, value["dtype"]), device=CPU)
             case "bytes":
                 return base64.b64decode(inner, validate=True)
+            case "raw_array":
+                return _decode_array(inner, value)
             case "dtype":
                 found = getattr(torch, inner, None)
                 if isinstance(found, torch.dtype):

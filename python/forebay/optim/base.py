@@ -157,6 +157,9 @@ class Optimizer(torch.optim.Optimizer):
         # Older versions of torch lack some arguments; a value that asks for nothing may be left out.
         takes = inspect.signature(reference).parameters
         settings = {name: value for name, value in settings.items() if name in takes or value}
+        for name in settings:
+            if name not in takes:
+                raise OptionError(f"torch {torch.__version__} does not have {name}; leave it out, or update torch")
         try:
             return dict(reference([torch.zeros(1)], **settings).defaults)
         except ValueError as error:
@@ -207,7 +210,8 @@ class Optimizer(torch.optim.Optimizer):
             for position, parameter in enumerate(group["params"]):
                 check_parameter(parameter, self._name(index, position), self._label)
             self._check_new_group(group)
-            self.check_settings({name: group[name] for name in self.settings})
+            # Groups of an older torch lack some settings.
+            self.check_settings({name: group[name] for name in self.settings if name in group})
         except OptionError:
             self.param_groups.pop()
             raise

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from forebay._device import is_gpu
+from forebay._log import logger
 from forebay._tensors import check_parameter, host_tensor, local, state_like
 from forebay.errors import OptionError
 from forebay.optim.gather import Flat, Table
@@ -126,7 +128,15 @@ def _add(optimizer: Optimizer, flat: Flat, new: list[int], numbers: list[list[fl
     if not optimizer._tables:
         optimizer._open_ring(engine, compute)
     sizes = [tensor.numel() for tensor in inner]
+    begun = time.perf_counter()
     number = engine.add(list(zip(names, sizes, groups, master, on_host, strict=True)), numbers)
+    logger.info(
+        "%s: state of %d parameters, %d elements, created in %.2f s",
+        optimizer._label,
+        len(sizes),
+        sum(sizes),
+        time.perf_counter() - begun,
+    )
     optimizer._tables.append(Table(parameters))
     for index, (parameter, kept, of_parameter) in enumerate(zip(parameters, columns, views, strict=True)):
         optimizer._homes[id(parameter)] = (number, index)

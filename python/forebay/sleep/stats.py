@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from forebay._log import logger
 from forebay.sleep.walk import KINDS
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Figures:
     def end_sleep(self, seconds: float) -> None:
         """Set the time of the whole sleep."""
         self._sleep.seconds = seconds
+        logger.info("asleep: %d bytes in %.3f s", self._sleep.size, seconds)
 
     def begin_wake(self) -> None:
         """Forget the last wake."""
@@ -51,6 +53,7 @@ class Figures:
     def end_wake(self, seconds: float) -> None:
         """Set the time of the whole wake."""
         self._wake.seconds = seconds
+        logger.info("awake: %d bytes in %.3f s", self._wake.size, seconds)
 
     def report(self, asleep: dict[str, int]) -> dict[str, Any]:
         """Return all numbers; ``asleep`` has the bytes that sleep now, for each kind."""

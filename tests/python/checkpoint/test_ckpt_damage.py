@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import forebay
 from forebay import checkpoint
-from support.checkpoint import Net, files, pair, read_manifest, seal, snapshot, train
+from support.checkpoint import ALONE, Net, files, pair, read_manifest, seal, snapshot, train
 from support.processes import in_child
 from support.tensors import assert_same
 
@@ -358,7 +358,7 @@ def test_a_plain_dcp_load_distrusts_and_heals_too(copy: Path, saved: Path, targe
     def load(path: Path) -> None:
         state = get_state_dict(model, optimizer)
         both = {"model": state[0], "optimizer": state[1]}
-        dcp.load(both, storage_reader=checkpoint.Reader(path), no_dist=True)
+        dcp.load(both, storage_reader=checkpoint.Reader(path), **ALONE)
         set_state_dict(model, optimizer, model_state_dict=both["model"], optim_state_dict=both["optimizer"])
 
     harm_data(copy)

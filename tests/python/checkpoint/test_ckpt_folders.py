@@ -14,7 +14,7 @@ from torch.distributed import checkpoint as dcp
 import forebay
 from forebay import _core, checkpoint
 from forebay.checkpoint import progress as _progress
-from support.checkpoint import folders, pair, snapshot, train
+from support.checkpoint import ALONE, folders, pair, snapshot, train
 from support.processes import in_child
 from support.tensors import assert_same
 
@@ -200,7 +200,7 @@ def test_a_bar_may_be_asked_for_and_declined(tmp_path: Path, monkeypatch: pytest
         screen = Terminal() if terminal else io.StringIO()
         monkeypatch.setattr(sys, "stderr", screen)
         writer = checkpoint.Writer(tmp_path, progress=shown)
-        dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
+        dcp.save({"w": torch.ones(3)}, storage_writer=writer, **ALONE)
         assert bool(screen.getvalue()) == shown
 
 

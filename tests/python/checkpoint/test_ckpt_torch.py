@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import forebay
 from forebay import checkpoint
-from support.checkpoint import Net, folders, pair, snapshot, train
+from support.checkpoint import ALONE, Net, folders, pair, snapshot, train
 from support.tensors import assert_same
 
 if TYPE_CHECKING:
@@ -136,34 +136,34 @@ def test_under_plain_dcp(tmp_path: Path) -> None:
 def test_a_writer_may_be_used_again_and_at_another_path(tmp_path: Path) -> None:
     writer = checkpoint.Writer(tmp_path / "a")
     for number in range(2):
-        dcp.save({"w": torch.full((3,), number)}, storage_writer=writer, no_dist=True)
-    dcp.save({"w": torch.full((3,), 7)}, checkpoint_id=tmp_path / "b", storage_writer=writer, no_dist=True)
+        dcp.save({"w": torch.full((3,), number)}, storage_writer=writer, **ALONE)
+    dcp.save({"w": torch.full((3,), 7)}, checkpoint_id=tmp_path / "b", storage_writer=writer, **ALONE)
     assert (folders(tmp_path / "a"), folders(tmp_path / "b")) == (["00000001", "00000002"], ["00000001"])
     reader = checkpoint.Reader(tmp_path / "a")
     state = {"w": torch.zeros(3, dtype=torch.int64)}
-    dcp.load(state, storage_reader=reader, no_dist=True)
+    dcp.load(state, storage_reader=reader, **ALONE)
     assert state["w"].tolist() == [1, 1, 1]
-    dcp.load(state, checkpoint_id=tmp_path / "b", storage_reader=reader, no_dist=True)
+    dcp.load(state, checkpoint_id=tmp_path / "b", storage_reader=reader, **ALONE)
     assert state["w"].tolist() == [7, 7, 7]
 
 
 def test_a_partial_load_reads_what_is_asked_for(tmp_path: Path) -> None:
     model, optimizer = pair()
     train(model, optimizer, range(2))
-    dcp.save(whole_state(model, optimizer), storage_writer=checkpoint.Writer(tmp_path), no_dist=True)
+    dcp.save(whole_state(model, optimizer), storage_writer=checkpoint.Writer(tmp_path), **ALONE)
     weight = torch.zeros(8, 8)
     state = {"model": {"body.weight": weight, "new.weight": torch.ones(2)}}
     with pytest.raises(dcp.api.CheckpointException, match=r"model\.new\.weight"):
-        dcp.load(state, storage_reader=checkpoint.Reader(tmp_path), no_dist=True)
+        dcp.load(state, storage_reader=checkpoint.Reader(tmp_path), **ALONE)
     planner = DefaultLoadPlanner(allow_partial_load=True)
-    dcp.load(state, storage_reader=checkpoint.Reader(tmp_path), planner=planner, no_dist=True)
+    dcp.load(state, storage_reader=checkpoint.Reader(tmp_path), planner=planner, **ALONE)
     assert torch.equal(weight, model.body.weight)
     assert state["model"]["new.weight"].tolist() == [1, 1]
 
 
 def test_a_load_casts_and_follows_strides(tmp_path: Path) -> None:
     source = torch.arange(12, dtype=torch.float32).reshape(3, 4)
-    dcp.save({"w": source}, storage_writer=checkpoint.Writer(tmp_path), no_dist=True)
+    dcp.save({"w": source}, storage_writer=checkpoint.Writer(tmp_path), **ALONE)
     wide = torch.zeros(6, 8)
     targets = [
         torch.zeros(3, 4, dtype=torch.bfloat16),
@@ -172,16 +172,16 @@ def test_a_load_casts_and_follows_strides(tmp_path: Path) -> None:
         wide[::2, 1:8:2],
     ]
     for target in targets:
-        dcp.load({"w": target}, storage_reader=checkpoint.Reader(tmp_path), no_dist=True)
+        dcp.load({"w": target}, storage_reader=checkpoint.Reader(tmp_path), **ALONE)
         assert torch.equal(target.float(), source)
     assert wide.sum() == source.sum()
 
 
 def test_another_shape_is_refused_by_dcp_and_changes_nothing(tmp_path: Path) -> None:
-    dcp.save({"w": torch.ones(3, 4), "v": torch.ones(2)}, storage_writer=checkpoint.Writer(tmp_path), no_dist=True)
+    dcp.save({"w": torch.ones(3, 4), "v": torch.ones(2)}, storage_writer=checkpoint.Writer(tmp_path), **ALONE)
     state = {"v": torch.zeros(2), "w": torch.zeros(4, 3)}
     with pytest.raises((ValueError, dcp.api.CheckpointException), match="w"):
-        dcp.load(state, storage_reader=checkpoint.Reader(tmp_path), no_dist=True)
+        dcp.load(state, storage_reader=checkpoint.Reader(tmp_path), **ALONE)
     assert not state["v"].any()
 
 

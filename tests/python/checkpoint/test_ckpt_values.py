@@ -102,6 +102,52 @@ def test_scalars_of_numpy_become_numbers(tmp_path: Path) -> None:
     assert shown(back) == shown({"a": 0.1, "b": 7, "c": True})
 
 
+ARRAYS: dict[str, Any] = {
+    "f4": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "turned": np.arange(6, dtype=np.float64).reshape(2, 3).T,
+    "reversed": np.arange(5)[::-1],
+    "empty": np.zeros((0, 3), dtype=np.int16),
+    "scalar array": np.array(2.5),
+    "unsigned": np.arange(3, dtype=np.uint32),
+    "booleans": np.array([True, False]),
+    "big endian": np.arange(3, dtype=">f4"),
+    "texts": np.array(["a", "bc"]),
+    "times": np.array(["2026-01-02"], dtype="datetime64[D]"),
+    "long": np.arange(3, dtype=np.longdouble),
+}
+
+
+@pytest.mark.parametrize("kind", ARRAYS)
+def test_an_array_of_numpy_comes_back_as_it_was(kind: str, tmp_path: Path) -> None:
+    array = ARRAYS[kind]
+    array.setflags(write=False)
+    back = returned(tmp_path, {"a": [array], "one": 1})["a"][0]
+    assert type(back) is np.ndarray
+    assert (back.dtype, back.shape) == (array.dtype, array.shape)
+    assert back.tobytes() == array.tobytes()
+    assert back.flags.writeable
+
+
+def test_numpys_random_state_comes_back(tmp_path: Path) -> None:
+    old, new = np.random.RandomState(3), np.random.default_rng(3)
+    state = returned(tmp_path, {"old": old.get_state(), "new": new.bit_generator.state})
+    again, fresh = np.random.RandomState(4), np.random.default_rng(4)
+    again.set_state(state["old"])
+    fresh.bit_generator.state = state["new"]
+    assert again.random() == old.random()
+    assert fresh.random() == new.random()
+
+
+def test_an_array_may_change_after_the_call(tmp_path: Path) -> None:
+    array = np.zeros(1000)
+    save = checkpoint.async_save(tmp_path, None, extra={"a": array}, write_gbps=1e-4)
+    array[:] = 1
+    save.result()
+    back = checkpoint.load(tmp_path, None)
+    assert back is not None
+    assert not back["a"].any()
+
+
 def test_a_schedulers_state_comes_back(tmp_path: Path) -> None:
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = forebay.AdamW([parameter], lr=0.1)
@@ -111,7 +157,15 @@ def test_a_schedulers_state_comes_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("value", "type_name"),
-    [(lambda: 0, "function"), (object(), "object"), ({1, 2}, "set"), (range(3), "range"), (np.zeros(2), "ndarray")],
+    [
+        (lambda: 0, "function"),
+        (object(), "object"),
+        ({1, 2}, "set"),
+        (range(3), "range"),
+        (np.array([object()]), "ndarray"),
+        (np.zeros(2, dtype=[("a", "f4")]), "ndarray"),
+        (np.ma.zeros(2), "MaskedArray"),
+    ],
 )
 def test_what_cannot_be_kept_is_refused_by_name(value: object, type_name: str, tmp_path: Path) -> None:
     checkpoint.save(tmp_path, None, extra={"good": 1})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,9 @@ OPTIMIZERS = [
     ("SGD", {"momentum": 0.9, "nesterov": True}),
     ("SGD", {}),
 ]
+if "decoupled_weight_decay" not in inspect.signature(torch.optim.Adam).parameters:
+    # An older torch.
+    OPTIMIZERS = [one for one in OPTIMIZERS if "decoupled_weight_decay" not in one[1]]
 IDS = [f"{name}-{'-'.join(options) or 'plain'}" for name, options in OPTIMIZERS]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed import checkpoint as dcp
 
 import forebay
 from support.steps import take_steps
@@ -15,6 +17,9 @@ from support.tensors import random
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+ALONE: dict[str, Any] = {"no_dist": True} if "no_dist" in inspect.signature(dcp.save).parameters else {}
+"""What DCP takes so that it does not warn about a single process; an older torch has no such argument."""
 
 PREFIX = '{"forebay_checkpoint":1,"crc32":"'
 

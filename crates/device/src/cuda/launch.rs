@@ -15,7 +15,7 @@ use crate::memory::Region;
 use crate::update::{MAX_COLUMNS, MAX_SCALARS, RULES, Rule, Scalars, Segment, Update};
 
 /// Made from the `.cu` files beside them by `scripts/make_ptx.py`.
-const MOVES: &str = include_str!("kernels/moves.ptx");
+pub(super) const MOVES: &str = include_str!("kernels/moves.ptx");
 const PROBES: &str = include_str!("kernels/probes.ptx");
 
 // The constants and structs below mirror those of the same names in kernels/*.cuh and moves.cu.

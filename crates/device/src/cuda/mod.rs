@@ -30,6 +30,15 @@ use launch::Kernels;
 
 pub(crate) use driver::device_count;
 
+/// What the shipped kernels were compiled with and for: `PTX of CUDA 12.4 for sm_80 and newer`.
+pub fn ptx_version() -> String {
+    let after = |mark: &str| {
+        let rest = launch::MOVES.split_once(mark).map_or("", |(_, rest)| rest);
+        rest.split([',', '\n']).next().unwrap_or_default().trim()
+    };
+    format!("PTX of CUDA {} for {} and newer", after("tools, release "), after("\n.target "))
+}
+
 /// How long a waiting thread yields between looks before it starts to nap.
 const YIELD: Duration = Duration::from_millis(2);
 /// How long it naps between looks; the system adds about 50 microseconds.

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use serde::{Serialize, de::DeserializeOwned};
-use serde_json::{Map, json};
+use serde_json::{Map, Value, json};
 
 use super::boxes::{TensorBox, row_major, runs};
 use super::folder::{Saving, sync_folder};
@@ -20,25 +20,48 @@ use crate::error::{Error, Result};
 const OBJECTS: &str = "forebay.objects";
 const PATHS: &str = "forebay.paths";
 
+/// The start of the names of a model's tensors in a checkpoint.
+const WEIGHTS: &str = "model.";
+
 /// Writes all of a checkpoint into one file, each tensor whole, after comparing every checksum. `moved` counts bytes.
 pub fn to_safetensors(checkpoint: &Checkpoint, target: &Path, moved: &AtomicU64) -> Result<()> {
+    let manifest = checkpoint.manifest();
+    let texts = json!({"format": "pt", OBJECTS: to_text(&manifest.objects), PATHS: to_text(&manifest.paths)});
+    let all = manifest.tensors.iter().map(|(name, tensor)| (name.as_str(), tensor));
+    write_plain(checkpoint, all.collect(), texts, target, moved)
+}
+
+/// Writes a model's parameters and buffers into one file, under the model's own names, as other tools expect them. Every
+/// checksum of the checkpoint is compared before. `moved` counts bytes.
+pub fn export_weights(checkpoint: &Checkpoint, target: &Path, moved: &AtomicU64) -> Result<()> {
+    let named = checkpoint.manifest().tensors.iter();
+    let weights: Vec<_> = named.filter_map(|(name, tensor)| Some((name.strip_prefix(WEIGHTS)?, tensor))).collect();
+    if weights.is_empty() {
+        return refuse(checkpoint.folder(), "it has no weights: no tensor in it was saved as a part of a model");
+    }
+    write_plain(checkpoint, weights, json!({"format": "pt"}), target, moved)
+}
+
+/// Writes tensors of a checkpoint, under these names, into one file that is complete or absent.
+fn write_plain(
+    checkpoint: &Checkpoint,
+    mut order: Vec<(&str, &Tensor)>,
+    texts: Value,
+    target: &Path,
+    moved: &AtomicU64,
+) -> Result<()> {
     let problems = verify::verify(checkpoint, moved)?;
     if let Some(problem) = problems.into_iter().next() {
         return Err(problem.into());
     }
-    let manifest = checkpoint.manifest();
     let mut header = Map::new();
-    header.insert(
-        "__metadata__".to_owned(),
-        json!({"format": "pt", OBJECTS: to_text(&manifest.objects), PATHS: to_text(&manifest.paths)}),
-    );
-    let mut order: Vec<(&String, &Tensor)> = manifest.tensors.iter().collect();
+    header.insert("__metadata__".to_owned(), texts);
     order.sort_by_key(|(name, tensor)| (std::cmp::Reverse(element_bytes(&tensor.dtype)), *name));
     let mut at = 0u64;
     let mut starts = Vec::with_capacity(order.len());
     for (name, tensor) in &order {
         let entry = json!({"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [at, at + tensor.bytes()]});
-        header.insert((*name).clone(), entry);
+        header.insert((*name).to_owned(), entry);
         starts.push(at);
         at += tensor.bytes();
     }

@@ -34,7 +34,7 @@ mod verify;
 mod write;
 
 pub use boxes::{CopyRun, TensorBox, dense_bytes, runs, span_bytes};
-pub use convert::{from_safetensors, to_safetensors};
+pub use convert::{export_weights, from_safetensors, to_safetensors};
 pub use folder::{Saving, complete, latest, prune};
 pub use host_copies::HostCopies;
 pub use manifest::{FileRecord, Manifest, StoredChunk, Tensor};

@@ -11,6 +11,7 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from forebay._log import logger
 from forebay.activations.budget.passes import Kind, Way
 from forebay.errors import OptionError
 
@@ -218,6 +219,12 @@ class Workload:
         except OptionError:
             model, frugal = _last_resort(make, limit_bytes, excess, settled=settled)
         plan = model.corrected(budget_bytes=limit_bytes, excess_bytes=excess, pace=self.pace)
+        logger.info(
+            "activation plan: budget %d bytes, predicted peak %d bytes and %.1f ms",
+            limit_bytes,
+            plan.peak_bytes,
+            plan.pass_ns / 1e6,
+        )
         return Planned(model, plan, limit_bytes, link, settled, frugal)
 
 
