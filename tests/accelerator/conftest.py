@@ -23,7 +23,7 @@ def device() -> torch.device:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Compute on one thread: a kernel that is cut for several threads rounds the last elements of each part its own way."""
+    """Compute on one thread: a kernel that is cut for several rounds the last elements of each part its own way."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -364,13 +364,15 @@ class save_on_host(saved_tensors_hooks):  # noqa: N801 -- a context manager, nam
         fraction: float = 1.0,
         max_in_flight_bytes: int | None = None,
         pinned_budget_bytes: int | None = None,
-        device: str = _device.GPU_TYPE,
+        device: str | None = None,
     ) -> None:
         share = _checks.share("fraction", fraction)
         least = _checks.whole("min_bytes", min_bytes, 0)
         in_flight = _checks.whole("max_in_flight_bytes", max_in_flight_bytes, 1, optional=True)
         budget = _checks.whole("pinned_budget_bytes", pinned_budget_bytes, 0, optional=True)
-        _checks.one_of("device", device, _device.SUPPORTED_TYPES)
+        gpu = _device.gpu_type()
+        device = gpu if device is None else device
+        _checks.one_of("device", device, tuple(dict.fromkeys((gpu, *_device.SUPPORTED_TYPES))))
         self._key = (device, least, share, in_flight, budget)
         saver = _savers.get(self._key)
         if saver is None:

@@ -1,7 +1,7 @@
 """A fake accelerator for tests: a device of torch with memory, streams and events of its own, on the CPU.
 
-``fake.cpp`` says how it behaves. :func:`enable` builds it, once for each version of torch and of that file, and makes it
-torch's accelerator for the rest of the process, under the name ``fake``.
+``fake.cpp`` says how it behaves. :func:`enable` builds it, once for each version of torch and of that file, and makes
+it torch's accelerator for the rest of the process, under the name ``fake``.
 """
 
 from __future__ import annotations
