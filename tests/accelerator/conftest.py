@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from support import fake
+from support.broken import Broken
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,3 +30,9 @@ def one_thread() -> Iterator[None]:
     yield
     torch.accelerator.synchronize()
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Broken:
+    """Give a driver to take waits out of."""
+    return Broken(monkeypatch)
