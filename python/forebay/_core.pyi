@@ -7,8 +7,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["CHECKPOINT_BLOCK_BYTES", "ActivationPlan", "Activations", "CallKind", "CallTimes", "Checkpoint", "HostCopies", "HostView", "LayerCost", "LayerPlan", "LayerStats", "Looked", "MeasuredCall", "MeasuredPass", "Moved", "OffloadStats", "Opened", "Optimizer", "PassCost", "PassSample", "Route", "Rule", "Saved", "Saving", "Slabs", "Snapshot", "TensorCost", "_errors_for_test", "_gil_is_released_for_test", "_memory_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "check_host", "host_memory", "kept_copy_bytes", "latest_checkpoint", "look", "look_with_gradients", "probe", "release_copies", "version", "write_checkpoint"]
-
 CHECKPOINT_BLOCK_BYTES: Final[int]
 """
 Bytes of a checkpoint's file that one checksum covers.
@@ -888,6 +886,11 @@ def bench_step(device: str | None, params: SupportsIndex, slots: SupportsIndex, 
     Run the streamed step over synthetic parameters; JSON text.
     """
 
+def check_contract(device: str) -> list[tuple[str, str | None]]:
+    """
+    What a device must do and does not: each check with its problem, or nothing.
+    """
+
 def check_host(kernel: str | None) -> int:
     """
     Check the name of a kernel against this machine; return how many threads the host may have.
@@ -940,3 +943,5 @@ def write_checkpoint(folder: str | PathLike[str], prefix: str, entries: Incomple
     """
     Write entries into files of a folder, and sync them.
     """
+
+def __getattr__(name: str) -> Incomplete: ...

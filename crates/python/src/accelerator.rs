@@ -281,7 +281,10 @@ impl Driver for Accelerator {
     }
 
     fn stream(&self, name: &str) -> Result<Handle> {
-        self.call("stream", |_, driver| Ok(Arc::new(Object(driver.call_method1("stream", (name,))?.unbind())) as Handle))
+        self.call(
+            "stream",
+            |_, driver| Ok(Arc::new(Object(driver.call_method1("stream", (name,))?.unbind())) as Handle),
+        )
     }
 
     fn borrow_stream(&self, handle: usize) -> Result<Handle> {

@@ -43,7 +43,7 @@ mod _core {
     #[pymodule_export]
     use crate::looked::{Looked, look, look_with_gradients};
     #[pymodule_export]
-    use crate::measure::{backends, bench_placements, bench_step, check_host, host_memory, probe};
+    use crate::measure::{backends, bench_placements, bench_step, check_contract, check_host, host_memory, probe};
     #[pymodule_export]
     use crate::optimizer::Optimizer;
     #[pymodule_export]
