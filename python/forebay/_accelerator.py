@@ -54,6 +54,24 @@ def why_not(kind: str) -> str:
     return f"{kind} is not torch's accelerator on this machine: {found}"
 
 
+def memory_of(device: torch.device) -> tuple[int, int]:
+    """Return bytes that are free, and bytes in all; where torch does not say, more than anybody asks for."""
+    module: Any = torch.get_device_module(device)
+    for ask in (getattr(module, "mem_get_info", None), getattr(torch.accelerator, "get_memory_info", None)):
+        if ask is None:
+            continue
+        try:
+            free, total = ask(device)
+        except (RuntimeError, NotImplementedError, TypeError):
+            continue
+        return int(free), int(total)
+    try:
+        total = int(module.get_device_properties(device).total_memory)
+    except (AttributeError, RuntimeError, NotImplementedError):
+        total = (1 << 63) - 1
+    return total, total
+
+
 class Driver:
     """One device.
 
@@ -128,20 +146,8 @@ class Driver:
         return "allocates" if self._found["page-locked memory"] else "missing"
 
     def memory(self) -> tuple[int, int]:
-        """Return bytes that are free, and bytes in all; where torch does not say, what it says of the model."""
-        for ask in (getattr(self._module, "mem_get_info", None), getattr(torch.accelerator, "get_memory_info", None)):
-            if ask is None:
-                continue
-            try:
-                free, total = ask(self.device)
-            except (RuntimeError, NotImplementedError, TypeError):
-                continue
-            return int(free), int(total)
-        try:
-            total = int(self._module.get_device_properties(self.device).total_memory)
-        except (AttributeError, RuntimeError, NotImplementedError):
-            total = (1 << 63) - 1
-        return total, total
+        """Return bytes that are free, and bytes in all."""
+        return memory_of(self.device)
 
     # Memory.
 

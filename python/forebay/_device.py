@@ -166,8 +166,13 @@ def total_memory(device: torch.device) -> int:
     if is_cuda(device):
         return int(torch.cuda.get_device_properties(device).total_memory)
     if is_gpu(device):
-        return _accelerator.Driver(str(device)).memory()[1]
+        return accelerator_memory(device)[1]
     return int(_core.host_memory()[0])
+
+
+def accelerator_memory(device: torch.device) -> tuple[int, int]:
+    """Return bytes that are free, and bytes in all, of an accelerator that is driven through torch."""
+    return _accelerator.memory_of(device)
 
 
 def random_offset(device: torch.device) -> int | None:

@@ -198,3 +198,11 @@ def test_what_cannot_be_served_is_refused_by_name(device: torch.device, monkeypa
     mixed = [given[0], torch.nn.Parameter(torch.empty(4, device="meta"))]
     with pytest.raises(OptionError, match="several accelerators: fake:0 and meta:0; use one optimizer for each"):
         forebay.AdamW(mixed)
+
+
+def test_an_optimizer_without_a_rule_goes_through_units(device: torch.device) -> None:
+    plain = torch.optim.NAdam(parameters(device), lr=1e-2)
+    expected = train(plain, range(STEPS))
+    with fake.delays(1):
+        found = train(forebay.offload(torch.optim.NAdam(parameters(device), lr=1e-2)), range(STEPS))
+    assert all(torch.equal(value, wanted) for value, wanted in zip(found, expected, strict=True))

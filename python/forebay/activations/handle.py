@@ -34,6 +34,7 @@ _OPTIONS = (
     "max_in_flight_bytes",
     "pinned_budget_bytes",
     "budget_bytes",
+    "backend",
 )
 
 
@@ -201,6 +202,7 @@ def offload_activations(
     recompute: bool | str = "auto",
     max_in_flight_bytes: int | None = None,
     pinned_budget_bytes: int | None = None,
+    backend: str | None = None,
     **unknown: Any,
 ) -> ActivationOffload:
     """Offload the tensors that a model's layers save: to the host in the forward pass, back in the backward pass.
@@ -237,6 +239,8 @@ def offload_activations(
         ahead. By default the bytes that the largest layer saves.
     pinned_budget_bytes
         The most host memory to pin, for each GPU. When it is used up, tensors stay on the GPU, with one warning.
+    backend
+        ``"torch"`` or ``"torch_async"``: as in the optimizers.
     """
     if unknown:
         raise OptionError(f"unknown option {', '.join(map(repr, unknown))}; the options are {', '.join(_OPTIONS)}")
@@ -278,7 +282,9 @@ def offload_activations(
                 f"layer {number}, a {type(module).__name__}, is offloaded already; "
                 "call remove() of the first offload_activations, or pass other layers"
             )
-    saver = Saver(None, least, lambda where: _saved.open_engine(where, share, in_flight, budget))
+    if backend is not None:
+        _checks.one_of("backend", backend, _device.BACKENDS)
+    saver = Saver(None, least, lambda where: _saved.open_engine(where, share, in_flight, budget, backend))
     if budget_bytes is not None:
         return _planned(model, found, saver, *limits, may_recompute=may_recompute, pinned_budget_bytes=budget)
     if share == 0.0 and not recompute:
