@@ -188,3 +188,10 @@ def test_everything_is_given_back(device: torch.device) -> None:
     # What the saves of other tests keep for the next one.
     checkpoint.release()
     assert forebay._core._memory_for_test("torch:fake:0") == (0, 0)
+
+
+def test_a_backend_is_chosen_by_name(device: torch.device) -> None:
+    plain = gradients(device, 0)
+    assert not differs(lambda seed: gradients(device, seed, keep_last=0, fraction=1.0, backend="torch_async"), plain)
+    with pytest.raises(forebay.OptionError, match="invalid backend: 'cuda'"):
+        gradients(device, 0, backend="cuda")

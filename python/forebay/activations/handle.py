@@ -284,7 +284,8 @@ def offload_activations(
             )
     if backend is not None:
         _checks.one_of("backend", backend, _device.BACKENDS)
-    saver = Saver(None, least, lambda where: _saved.open_engine(where, share, in_flight, budget, backend))
+    driven = {} if backend is None else {"backend": backend}
+    saver = Saver(None, least, lambda where: _saved.open_engine(where, share, in_flight, budget, **driven))
     if budget_bytes is not None:
         return _planned(model, found, saver, *limits, may_recompute=may_recompute, pinned_budget_bytes=budget)
     if share == 0.0 and not recompute:
