@@ -97,6 +97,8 @@ loom: $(NEXTEST) ## every interleaving of the concurrent parts, with loom
 test-python: check-stubs ## Python tests, against the installed wheel
 	$(call heading,Python tests)
 	$(PY) -m pytest --numprocesses $(WORKERS) $(PYTEST_OPTIONS)
+	$(call heading,Python tests on the fake accelerator)
+	$(PY) -m pytest -c tests/accelerator/pytest.ini --numprocesses $(WORKERS) $(PYTEST_OPTIONS) tests/accelerator
 
 .PHONY: test-integrations
 test-integrations: export HF_HUB_OFFLINE := 1

@@ -888,6 +888,11 @@ def bench_step(device: str | None, params: SupportsIndex, slots: SupportsIndex, 
     Run the streamed step over synthetic parameters; JSON text.
     """
 
+def check_contract(device: str) -> list[tuple[str, str | None]]:
+    """
+    What a device must do and does not: each check with its problem, or nothing.
+    """
+
 def check_host(kernel: str | None) -> int:
     """
     Check the name of a kernel against this machine; return how many threads the host may have.
@@ -961,3 +966,5 @@ def write_checkpoint(folder: str | PathLike[str], prefix: str, entries: Incomple
     """
     Write entries into files of a folder, and sync them.
     """
+
+def __getattr__(name: str) -> Incomplete: ...

@@ -13,7 +13,7 @@ import torch
 
 from forebay import _core
 from forebay._core import Looked
-from forebay._device import CPU, SUPPORTED_TYPES, is_supported
+from forebay._device import CPU, is_supported, supported
 from forebay.errors import OptionError
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ def check_parameter(parameter: torch.Tensor, name: str, taker: str) -> None:
         known = ", ".join(str(dtype) for dtype in DTYPES)
         raise OptionError(f"{name} has dtype {inner.dtype}; {taker} takes {known}")
     if not is_supported(inner.device):
-        raise OptionError(f"{name} is on {inner.device}; {taker} takes parameters on {' and '.join(SUPPORTED_TYPES)}")
+        raise OptionError(f"{name} is on {inner.device}; {taker} takes parameters on {supported()}")
     check_overlap(inner, name)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
+from support import fake
 from support.dist.launch import Outcome, launch
 from support.saves import end_of_saves
 
@@ -40,13 +42,24 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
-DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+IS_FAKE = os.environ.get("FOREBAY_TEST_DEVICE") == fake.NAME
+"""Whether tests run on the fake accelerator, with delays in all its work."""
+if IS_FAKE:
+    fake.enable()
+DEVICES = [fake.NAME] if IS_FAKE else ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Where models and optimizers are: on the CPU, and on CUDA where there is one."""
-    return torch.device("cuda", 0) if request.param == "cuda" else torch.device("cpu")
+    return torch.device("cpu") if request.param == "cpu" else torch.device(request.param, 0)
+
+
+@pytest.fixture(autouse=IS_FAKE)
+def delays() -> Iterator[None]:
+    """Delay work of the fake accelerator."""
+    with fake.delays(0.5):
+        yield
 
 
 @pytest.fixture(params=["stream", "resident", "host", "hybrid"])

@@ -17,6 +17,7 @@
 //! - A link is simulated on the CPU backend only.
 //! - Nothing here prints, reads the command line or writes files.
 
+mod contract;
 mod cpu_adam;
 mod devices;
 mod exactness;
@@ -26,6 +27,7 @@ mod probe;
 mod step;
 mod wire;
 
+pub use contract::{Checked, check_contract};
 pub use cpu_adam::{CpuAdamBench, CpuAdamOptions, CpuAdamRow, bench_cpu_adam};
 pub use devices::{Link, open_device};
 pub use exactness::Exactness;

@@ -28,7 +28,7 @@ impl ProbeOptions {
     fn for_backend(backend: Backend) -> Self {
         let available = HostMemory::now().available_bytes;
         match backend {
-            Backend::Cuda => Self {
+            Backend::Cuda | Backend::Torch => Self {
                 copy_bytes: 2 << 30,
                 pin_bytes: (8 << 30).min(available / 4),
                 kernel_params: 256 << 20,

@@ -43,7 +43,7 @@ impl StepBenchOptions {
     /// The defaults for a backend: a model that it steps in seconds.
     pub fn for_backend(backend: Backend) -> Result<Self> {
         Ok(Self::new(match backend {
-            Backend::Cuda => Model::named("qwen2.5-3b")?,
+            Backend::Cuda | Backend::Torch => Model::named("qwen2.5-3b")?,
             Backend::Cpu => Model::synthetic(40_000_000)?,
         }))
     }

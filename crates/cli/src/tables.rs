@@ -23,6 +23,7 @@ pub(crate) fn version(built_by: &str) -> String {
         let name = match status.backend {
             Backend::Cpu => "cpu",
             Backend::Cuda => "cuda",
+            Backend::Torch => "torch",
         };
         let found = match (&status.problem, status.devices.len()) {
             (Some(problem), _) => format!("built in, not usable here: {problem}"),

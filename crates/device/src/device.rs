@@ -124,7 +124,7 @@ pub trait Device: Send + Sync + fmt::Debug {
 pub struct Info {
     /// Unique in the process; memory, streams and events carry it.
     pub id: DeviceId,
-    /// How it is asked for: `cpu` or `cuda:0`.
+    /// How it is asked for: `cpu` or `cuda:0`; what torch calls it, for a device of torch.
     pub name: String,
     /// What it is: the GPU's product name, or a word on the CPU.
     pub model: String,
@@ -139,6 +139,8 @@ pub enum Backend {
     Cpu,
     /// NVIDIA GPUs through the driver API.
     Cuda,
+    /// Any accelerator of torch, through torch's own streams and operations.
+    Torch,
 }
 
 impl Backend {
@@ -147,7 +149,7 @@ impl Backend {
     pub fn is_stream_ordered(self) -> bool {
         match self {
             Self::Cpu => false,
-            Self::Cuda => true,
+            Self::Cuda | Self::Torch => true,
         }
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! # Design
 //! - One object-safe trait, [`Device`], behind an `Arc`. Operations move megabytes; dynamic dispatch costs nothing.
-//! - Backends are a closed set: [`cpu`] is the reference and runs everywhere, [`cuda`] finds the driver at run time.
+//! - Backends are a closed set: [`cpu`] is the reference and runs everywhere, [`cuda`] finds the driver at run time,
+//!   [`torch`] goes through torch's own streams for every other accelerator.
 //! - Ordering is the caller's and is made of events. No backend adds waits of its own.
 //! - All `unsafe` of the project is here and in the one file of the Python binding that takes torch's pointers. What is
 //!   safe to call here never reaches freed, foreign or out-of-range memory.
@@ -50,6 +51,7 @@ mod stream;
 pub mod testing;
 #[allow(unsafe_code, reason = "cores and rounding are the system's and the processor's")]
 mod thread;
+pub mod torch;
 #[allow(unsafe_code, reason = "vector instructions are for CPUs that have them")]
 pub mod update;
 
@@ -68,9 +70,12 @@ pub use testing::{checked, checked::Checked, fault, fault::Fault};
 pub use thread::{Cores, ThreadHandle};
 pub use update::{Column, Rule, ScalarInputs, Scalars, Segment, Update};
 
-/// The device of this name: `cpu`, `cuda` or `cuda:N`. Opened once in a process and shared by all who ask for it; see
+/// The device of this name: `cpu`, `cuda` or `cuda:N`, or `torch:` and a name of torch's. Opened once in a process and shared by all who ask for it; see
 /// [`CpuDevice::open`] and [`CudaDevice::open`] for one of your own.
 pub fn open(name: &str) -> Result<SharedDevice> {
+    if let Some(inner) = name.strip_prefix("torch:") {
+        return registry::shared(name, || torch::open(inner));
+    }
     let cuda = |ordinal| {
         registry::shared(&format!("cuda:{ordinal}"), || {
             Ok(CudaDevice::open(CudaOptions { ordinal, ..CudaOptions::default() })?)

@@ -140,6 +140,11 @@ impl Buffer {
         self.addr
     }
 
+    /// What keeps it alive.
+    pub(crate) fn owner(&self) -> &(dyn Any + Send + Sync) {
+        &*self.owner
+    }
+
     /// How many clones name this memory, this one included.
     pub fn holders(&self) -> usize {
         Arc::strong_count(&self.owner)

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use crate::cpu::worker::{CpuEvent, CpuStream};
 use crate::cuda::handles::{CudaEvent, CudaStream};
 use crate::memory::{DeviceId, fresh_key};
+use crate::torch::Handle;
 
 /// An in-order queue of work on a device.
 #[derive(Clone)]
@@ -23,6 +24,7 @@ pub struct Stream {
 pub(crate) enum StreamKind {
     Cpu(Arc<CpuStream>),
     Cuda(Arc<CudaStream>),
+    Torch(Handle),
 }
 
 impl Stream {
@@ -60,6 +62,7 @@ pub struct Event {
 pub(crate) enum EventKind {
     Cpu(Arc<CpuEvent>),
     Cuda(Arc<CudaEvent>),
+    Torch(Handle),
 }
 
 impl Event {

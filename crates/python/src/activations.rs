@@ -6,13 +6,14 @@ use forebay::memory::{Allocator, PinnedBudget};
 use forebay::{Result, activations};
 use pyo3::prelude::*;
 
+use crate::accelerator::Unlocked;
 use crate::guard;
 use crate::torch;
 
 /// Stores, fetches and pinned memory for the saved tensors of one device.
 #[pyclass(frozen)]
 pub(crate) struct Activations {
-    offload: Offload,
+    offload: Unlocked<Offload>,
     /// On the CPU the computation runs on the calling thread.
     host: Option<Compute>,
 }
@@ -128,7 +129,7 @@ impl Activations {
             let allocator = Allocator::within(device, PinnedBudget::new(pinned_budget_bytes));
             let offload = Offload::new(allocator, OffloadOptions { fraction, max_in_flight_bytes })?;
             let host = is_cpu.then(|| offload.own_compute()).transpose()?;
-            Ok(Self { offload, host })
+            Ok(Self { offload: Unlocked::new(offload), host })
         })
     }
 

@@ -10,6 +10,7 @@ use forebay::snapshot::{self, SnapshotStats};
 use forebay::{Error, Result};
 use pyo3::prelude::*;
 
+use crate::accelerator::Unlocked;
 use crate::guard;
 use crate::optimizer::Optimizer;
 use crate::torch::{self, HostView, Keeper};
@@ -152,7 +153,7 @@ pub(crate) struct Manner {
 /// State of one moment, kept while optimizers step.
 #[pyclass(frozen)]
 pub(crate) struct Snapshot {
-    inner: Arc<snapshot::Snapshot>,
+    inner: Unlocked<Arc<snapshot::Snapshot>>,
 }
 
 #[pymethods]
@@ -161,7 +162,7 @@ impl Snapshot {
     #[new]
     fn new(py: Python<'_>, optimizers: Vec<Py<Optimizer>>, budget_bytes: u64) -> PyResult<Self> {
         let optimizers: Vec<&Optimizer> = optimizers.iter().map(Py::get).collect();
-        guard::run(py, || Ok(Self { inner: Optimizer::snapshot(&optimizers, budget_bytes)? }))
+        guard::run(py, || Ok(Self { inner: Unlocked::new(Optimizer::snapshot(&optimizers, budget_bytes)?) }))
     }
 
     /// Copy in the background what the next step will change.
@@ -215,14 +216,14 @@ pub(crate) fn release_copies(py: Python<'_>) -> PyResult<u64> {
 /// Copies of device memory in one pinned slab that is used again.
 #[pyclass(frozen)]
 pub(crate) struct HostCopies {
-    inner: checkpoint::HostCopies,
+    inner: Unlocked<checkpoint::HostCopies>,
 }
 
 #[pymethods]
 impl HostCopies {
     #[new]
     fn new(py: Python<'_>, device: &str) -> PyResult<Self> {
-        guard::run(py, || Ok(Self { inner: checkpoint::HostCopies::new(open(device)?) }))
+        guard::run(py, || Ok(Self { inner: Unlocked::new(checkpoint::HostCopies::new(open(device)?)) }))
     }
 
     /// Bytes of the slab.

@@ -7,6 +7,7 @@
 //! `python/forebay/_core.pyi` is generated from this crate (`make stubs`). For that the module has to be this inline
 //! `mod`, and every type in a signature has to be one that PyO3 can name.
 
+mod accelerator;
 mod activation_plan;
 mod activations;
 mod checkpoint;
@@ -45,7 +46,7 @@ mod _core {
     #[pymodule_export]
     use crate::looked::{Looked, look, look_with_gradients};
     #[pymodule_export]
-    use crate::measure::{backends, bench_placements, bench_step, check_host, host_memory, probe};
+    use crate::measure::{backends, bench_placements, bench_step, check_contract, check_host, host_memory, probe};
     #[pymodule_export]
     use crate::optimizer::Optimizer;
     #[pymodule_export]
@@ -60,6 +61,13 @@ mod _core {
     /// Bytes of a checkpoint's file that one checksum covers.
     #[pymodule_export]
     const CHECKPOINT_BLOCK_BYTES: u64 = forebay::checkpoint::BLOCK_BYTES;
+
+    /// Devices of torch's can be opened from here on.
+    #[pymodule_init]
+    fn init(_module: &Bound<'_, PyModule>) -> PyResult<()> {
+        crate::accelerator::install();
+        Ok(())
+    }
 
     /// The version of the extension module, which is the version of the package.
     #[pyfunction]

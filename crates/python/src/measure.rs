@@ -1,6 +1,6 @@
 //! Measurements for Python, as JSON text, and facts about the machine. Only forwards.
 
-use forebay::device::{BackendStatus, HostMemory, HostOptions, backends as found};
+use forebay::device::{BackendStatus, HostMemory, HostOptions, backends as found, open};
 use forebay_bench::{Link, PlacementsOptions, Silent, StepBenchOptions, open_device};
 use pyo3::prelude::*;
 use serde::Serialize;
@@ -44,6 +44,15 @@ pub(crate) fn probe(py: Python<'_>, device: Option<String>) -> PyResult<String> 
     guard::run(py, || {
         let device = open_device(device.as_deref(), None)?;
         Ok(json(&forebay_bench::probe(&device, &mut Silent)?))
+    })
+}
+
+/// What a device must do and does not: each check with its problem, or nothing.
+#[pyfunction]
+pub(crate) fn check_contract(py: Python<'_>, device: &str) -> PyResult<Vec<(String, Option<String>)>> {
+    guard::run(py, || {
+        let checks = forebay_bench::check_contract(&open(device)?)?;
+        Ok(checks.into_iter().map(|checked| (checked.what.to_owned(), checked.problem)).collect())
     })
 }
 

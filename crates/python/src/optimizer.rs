@@ -9,6 +9,7 @@ use forebay::{Result, optimizer};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::accelerator::Unlocked;
 use crate::guard;
 use crate::inputs::{NewTensor, Options, Resident, Tensors, dict, host_regions, on_device, scalar, specs, table_input};
 use crate::torch::{self, HostView};
@@ -16,13 +17,13 @@ use crate::torch::{self, HostView};
 /// An optimizer: its state and its step.
 #[pyclass(frozen)]
 pub(crate) struct Optimizer {
-    inner: optimizer::Optimizer,
+    inner: Unlocked<optimizer::Optimizer>,
 }
 
 impl Optimizer {
     /// Begins one snapshot of the state of several optimizers.
     pub(crate) fn snapshot(optimizers: &[&Self], budget_bytes: u64) -> Result<Arc<Snapshot>> {
-        let inner: Vec<_> = optimizers.iter().map(|optimizer| &optimizer.inner).collect();
+        let inner: Vec<_> = optimizers.iter().map(|optimizer| &*optimizer.inner).collect();
         optimizer::Optimizer::snapshot(&inner, budget_bytes)
     }
 }
@@ -34,7 +35,7 @@ impl Optimizer {
     fn new(py: Python<'_>, device: &str, rule: &str, options: Options) -> PyResult<Self> {
         guard::run(py, || {
             let (device, rule) = (open(device)?, Rule::named(rule)?);
-            Ok(Self { inner: optimizer::Optimizer::new(device, rule, options.parsed()?)? })
+            Ok(Self { inner: Unlocked::new(optimizer::Optimizer::new(device, rule, options.parsed()?)?) })
         })
     }
 

@@ -8,14 +8,16 @@ use forebay::sleep::{Direction, Sleeper, Transfer};
 use forebay::{Error, Result};
 use pyo3::prelude::*;
 
+use crate::accelerator::Unlocked;
 use crate::guard;
 use crate::torch::{self, HostView, Keeper};
 
 /// The slabs of one device in which storages sleep, and the transfer under way.
 #[pyclass(frozen)]
 pub(crate) struct Slabs {
-    sleeper: Sleeper,
-    transfer: Mutex<Option<Arc<Transfer>>>,
+    // Dropped first: it waits for its work.
+    transfer: Unlocked<Mutex<Option<Arc<Transfer>>>>,
+    sleeper: Unlocked<Sleeper>,
 }
 
 impl Slabs {
@@ -41,7 +43,7 @@ impl Slabs {
         guard::run(py, || {
             let allocator = Allocator::new(open(device)?);
             let sleeper = if readable { Sleeper::readable(allocator) } else { Sleeper::new(allocator) };
-            Ok(Self { sleeper, transfer: Mutex::default() })
+            Ok(Self { transfer: Unlocked::new(Mutex::default()), sleeper: Unlocked::new(sleeper) })
         })
     }
 

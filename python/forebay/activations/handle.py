@@ -34,6 +34,7 @@ _OPTIONS = (
     "max_in_flight_bytes",
     "pinned_budget_bytes",
     "budget_bytes",
+    "backend",
 )
 
 
@@ -201,6 +202,7 @@ def offload_activations(
     recompute: bool | str = "auto",
     max_in_flight_bytes: int | None = None,
     pinned_budget_bytes: int | None = None,
+    backend: str | None = None,
     **unknown: Any,
 ) -> ActivationOffload:
     """Offload the tensors that a model's layers save: to the host in the forward pass, back in the backward pass.
@@ -237,6 +239,8 @@ def offload_activations(
         ahead. By default the bytes that the largest layer saves.
     pinned_budget_bytes
         The most host memory to pin, for each GPU. When it is used up, tensors stay on the GPU, with one warning.
+    backend
+        ``"torch"`` or ``"torch_async"``: as in the optimizers.
     """
     if unknown:
         raise OptionError(f"unknown option {', '.join(map(repr, unknown))}; the options are {', '.join(_OPTIONS)}")
@@ -278,7 +282,10 @@ def offload_activations(
                 f"layer {number}, a {type(module).__name__}, is offloaded already; "
                 "call remove() of the first offload_activations, or pass other layers"
             )
-    saver = Saver(None, least, lambda where: _saved.open_engine(where, share, in_flight, budget))
+    if backend is not None:
+        _checks.one_of("backend", backend, _device.BACKENDS)
+    driven = {} if backend is None else {"backend": backend}
+    saver = Saver(None, least, lambda where: _saved.open_engine(where, share, in_flight, budget, **driven))
     if budget_bytes is not None:
         return _planned(model, found, saver, *limits, may_recompute=may_recompute, pinned_budget_bytes=budget)
     if share == 0.0 and not recompute:
@@ -364,13 +371,15 @@ class save_on_host(saved_tensors_hooks):  # noqa: N801 -- a context manager, nam
         fraction: float = 1.0,
         max_in_flight_bytes: int | None = None,
         pinned_budget_bytes: int | None = None,
-        device: str = _device.GPU_TYPE,
+        device: str | None = None,
     ) -> None:
         share = _checks.share("fraction", fraction)
         least = _checks.whole("min_bytes", min_bytes, 0)
         in_flight = _checks.whole("max_in_flight_bytes", max_in_flight_bytes, 1, optional=True)
         budget = _checks.whole("pinned_budget_bytes", pinned_budget_bytes, 0, optional=True)
-        _checks.one_of("device", device, _device.SUPPORTED_TYPES)
+        gpu = _device.gpu_type()
+        device = gpu if device is None else device
+        _checks.one_of("device", device, tuple(dict.fromkeys((gpu, *_device.SUPPORTED_TYPES))))
         self._key = (device, least, share, in_flight, budget)
         saver = _savers.get(self._key)
         if saver is None:

@@ -35,10 +35,15 @@ def untraced(hook: _Hook) -> _Hook:
 
 
 def open_engine(
-    device: torch.device, fraction: float | None, max_in_flight_bytes: int | None, pinned_budget_bytes: int | None
+    device: torch.device,
+    fraction: float | None,
+    max_in_flight_bytes: int | None,
+    pinned_budget_bytes: int | None,
+    backend: str | None = None,
 ) -> Activations:
-    """Open the engine for a device."""
-    return Activations(_device.engine_name(device), fraction, max_in_flight_bytes, pinned_budget_bytes)
+    """Open the engine for a device, driven as the option says."""
+    name = _device.with_backend(_device.engine_name(device), backend)
+    return Activations(name, fraction, max_in_flight_bytes, pinned_budget_bytes)
 
 
 class UnmanagedTensor:

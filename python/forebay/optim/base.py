@@ -111,6 +111,10 @@ class Optimizer(torch.optim.Optimizer):
         Number of threads that update on the host; by default one for each core of this process.
     host_kernel
         ``"portable"``, ``"avx2"`` or ``"avx512"``; by default the best that this CPU has.
+    backend
+        ``"torch"`` drives a GPU through torch's own streams, and updates have the bits of torch's kernels. On CUDA the
+        default is the engine's own way; other accelerators have this one only. Where the device lacks streams or
+        page-locked memory, a warning says so and all copies are waited for; ``"torch_async"`` raises an error instead.
     """
 
     rule: ClassVar[str]
@@ -544,13 +548,17 @@ class Optimizer(torch.optim.Optimizer):
 
     def _choose_device(self) -> torch.device:
         devices = {local(parameter).device for group in self.param_groups for parameter in group["params"]}
-        gpus = sorted({device.index or 0 for device in devices if is_gpu(device)})
+        gpus = sorted({(device.type, device.index or 0) for device in devices if is_gpu(device)})
         asked = self._options.device
+        kinds = {kind for kind, _ in gpus}
+        if len(kinds) > 1:
+            several = " and ".join(f"{kind}:{index}" for kind, index in gpus)
+            raise OptionError(f"parameters are on several accelerators: {several}; use one optimizer for each")
         if len(gpus) > 1:
-            raise OptionError(f"parameters are on several GPUs: {gpus}; use one optimizer for each")
+            raise OptionError(f"parameters are on several GPUs: {[i for _, i in gpus]}; use one optimizer for each")
         if not gpus:
             return asked or CPU
-        found = device_of(gpus[0])
+        found = torch.device(*gpus[0])
         if asked is not None and asked != found:
             raise OptionError(f"device={asked} contradicts parameters on {found}; leave it out")
         return found

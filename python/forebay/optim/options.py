@@ -11,7 +11,7 @@ import torch
 
 from forebay import _core
 from forebay._checks import one_of, positive, share, switch, whole
-from forebay._device import device_named
+from forebay._device import BACKENDS, device_named, with_backend
 from forebay.errors import OptionError
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class Keywords(TypedDict, total=False):
     host_fraction: float | Literal["auto"] | None
     host_threads: int | None
     host_kernel: Literal["portable", "avx2", "avx512"] | None
+    backend: Literal["torch", "torch_async"] | None
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ class Options:
     host_fraction: float | None = 0.0
     host_threads: int | None = None
     host_kernel: str | None = None
+    # How a GPU is driven; None for the engine's own way, where it has one.
+    backend: str | None = None
 
     @property
     def is_resident(self) -> bool:
@@ -80,7 +83,13 @@ class Options:
 
     def open(self, device: str, rule: str) -> _core.Optimizer:
         """Return a new engine for a device; it pins and allocates nothing yet."""
-        return _core.Optimizer(device, rule, self)
+        name = with_backend(device, self.backend)
+        if name.startswith("torch:") and self.updates_on_host:
+            raise OptionError(
+                f"placement {self.placement!r} is not for {name.removeprefix('torch:').rstrip('!')} through torch: its "
+                "updates have the bits of torch's kernels, and the host's threads cannot give those; use 'stream'"
+            )
+        return _core.Optimizer(name, rule, self)
 
 
 def check_options(owner: type, given: Mapping[str, Any], call: str = "") -> Options:
@@ -120,6 +129,7 @@ def resolve(
     host_fraction: float | str | None = None,
     host_threads: int | None = None,
     host_kernel: str | None = None,
+    backend: str | None = None,
 ) -> Options:
     """Check every option; the signature has the defaults."""
     one_of("placement", placement, PLACEMENTS)
@@ -127,6 +137,8 @@ def resolve(
     # The smallest slot holds one kernel's work on the widest state: four columns and two operands of 64 f32.
     whole("chunk_bytes", chunk_bytes, 6 * 64 * 4)
     whole("slots", slots, 2)
+    if backend is not None:
+        one_of("backend", backend, BACKENDS)
     if state_dtype != torch.float32:
         raise OptionError(f"invalid state_dtype: {state_dtype}; state is kept in torch.float32")
     if skip_nonfinite and max_grad_norm is None:
@@ -148,6 +160,7 @@ def resolve(
         host_fraction=_check_host(placement, host_fraction, host_threads, host_kernel),
         host_threads=host_threads,
         host_kernel=host_kernel,
+        backend=backend,
     )
 
 

@@ -68,6 +68,7 @@ pub(super) fn moment_scalars(at: &ScalarInputs<'_>) -> Scalars {
     Scalars {
         values: [0.0, beta1, 1.0 - beta1, beta2, 1.0 - beta2, step_size, correction2, eps],
         flags: flag(at.hypers[5] != 0.0, MAXIMIZE) | flag(at.hypers[4] != 0.0, DECAYS),
+        origin: at.origin(),
     }
 }
 

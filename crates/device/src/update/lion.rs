@@ -38,6 +38,7 @@ fn scalars(at: &ScalarInputs<'_>) -> Scalars {
     Scalars {
         values: [lr, lr * weight_decay, beta1, 1.0 - beta1, beta2, 1.0 - beta2, 0.0, 0.0],
         flags: flag(at.hypers[4] != 0.0, MAXIMIZE) | flag(at.hypers[3] != 0.0, DECAYS),
+        origin: at.origin(),
     }
 }
 

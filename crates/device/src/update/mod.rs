@@ -73,6 +73,20 @@ pub struct Scalars {
     pub values: [f32; MAX_SCALARS],
     /// Switches; [`MAXIMIZE`] is the same for all rules.
     pub flags: u32,
+    /// What they were computed from, for a backend that computes its own.
+    pub origin: Origin,
+}
+
+/// The most numbers that a group may have.
+pub const MAX_HYPERS: usize = 8;
+
+/// The numbers of a group and the step that a set of [`Scalars`] is of.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Origin {
+    /// In the order of [`Rule::hypers`]; zeros behind them.
+    pub hypers: [f64; MAX_HYPERS],
+    /// How many updates the parameter has had, this one included.
+    pub step: u64,
 }
 
 /// What a rule's scalars are computed from.
@@ -86,6 +100,15 @@ pub struct ScalarInputs<'a> {
     pub step: u64,
     /// The kind of the parameter: see [`Rule::kind`].
     pub kind: u32,
+}
+
+impl ScalarInputs<'_> {
+    /// What the scalars keep of it.
+    fn origin(&self) -> Origin {
+        let mut hypers = [0.0; MAX_HYPERS];
+        hypers.iter_mut().zip(self.hypers).for_each(|(kept, given)| *kept = *given);
+        Origin { hypers, step: self.step }
+    }
 }
 
 /// An elementwise optimizer.
@@ -355,7 +378,7 @@ mod tests {
         for rule in RULES {
             assert!(rule.columns.len() <= MAX_COLUMNS, "{rule:?}");
             assert_eq!(rule.hypers.len(), rule.defaults.len(), "{rule:?}");
-            assert!(rule.hypers.len() <= 16 && rule.powers.iter().all(|&i| i < rule.hypers.len()), "{rule:?}");
+            assert!(rule.hypers.len() <= MAX_HYPERS && rule.powers.iter().all(|&i| i < rule.hypers.len()), "{rule:?}");
             assert!(rule.columns.iter().all(|column| column.dtype == Dtype::F32 && column.block == 1), "{rule:?}");
             assert!(rule.columns.iter().all(|column| column.name != "step" && column.name != MASTER.name), "{rule:?}");
             assert_eq!(Rule::named(rule.name).unwrap().index(), rule.index());

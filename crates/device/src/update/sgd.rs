@@ -63,6 +63,7 @@ fn scalars(at: &ScalarInputs<'_>) -> Scalars {
             | flag(nesterov != 0.0, NESTEROV)
             | flag(at.step <= 1, FIRST)
             | at.kind,
+        origin: at.origin(),
     }
 }
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from forebay import _core
-from forebay._device import CPU, engine_name, is_gpu, stream_handle, total_memory
+from forebay._device import CPU, accelerator_memory, engine_name, is_gpu, stream_handle, total_memory
 from forebay._tensors import address
 from forebay.errors import OutOfMemoryError
 from forebay.optim.options import resolve
@@ -66,6 +66,8 @@ def free_bytes(device: torch.device) -> int:
     if not is_gpu(device):
         return int(_core.host_memory()[1])
     module = torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        return accelerator_memory(device)[0]
     cached = module.memory_reserved(device) - module.memory_allocated(device)
     return int(module.mem_get_info(device)[0] + cached)
 

@@ -249,8 +249,8 @@ def random_state(devices: set[torch.device]) -> list[tuple[Any, Any]]:
     """Return the state of Python's generator and of torch's, on the host and on these devices."""
     found: list[tuple[Any, Any]] = [("python", random.getstate()), ("host", torch.get_rng_state())]
     for device in devices:
-        if is_gpu(device):
-            found.append((device, torch.get_device_module(device).get_rng_state(device)))
+        if is_gpu(device) and hasattr(module := torch.get_device_module(device), "get_rng_state"):
+            found.append((device, module.get_rng_state(device)))
     return found
 
 

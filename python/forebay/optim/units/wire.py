@@ -123,4 +123,5 @@ class StreamWire(Wire):
 
 def wire_for(device: torch.device) -> Wire:
     """Return the wire of a device."""
-    return StreamWire(device) if is_gpu(device) else Wire()
+    # A device whose module in torch has no streams of its own copies in the order of its work.
+    return StreamWire(device) if is_gpu(device) and hasattr(torch.get_device_module(device), "Stream") else Wire()
