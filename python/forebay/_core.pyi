@@ -7,8 +7,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["CHECKPOINT_BLOCK_BYTES", "ActivationPlan", "Activations", "CallKind", "CallTimes", "Checkpoint", "HostCopies", "HostView", "LayerCost", "LayerPlan", "LayerStats", "Looked", "MeasuredCall", "MeasuredPass", "Moved", "OffloadStats", "Opened", "Optimizer", "PassCost", "PassSample", "Route", "Rule", "Saved", "Saving", "Slabs", "Snapshot", "TensorCost", "_errors_for_test", "_gil_is_released_for_test", "_memory_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "check_host", "checkpoint_summary", "command", "export_weights", "host_memory", "kept_copy_bytes", "latest_checkpoint", "look", "look_with_gradients", "probe", "release_copies", "verify_checkpoint", "version", "write_checkpoint"]
-
 CHECKPOINT_BLOCK_BYTES: Final[int]
 """
 Bytes of a checkpoint's file that one checksum covers.
