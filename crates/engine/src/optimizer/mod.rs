@@ -421,7 +421,7 @@ impl Optimizer {
             segments.extend(streamed::resident_segments(*step)?);
         }
         let (grad_scale, skip) = (inputs.grad_scale.clone(), inputs.skip.clone());
-        let update = Update { rule: self.rule, segments: &segments, scalars: &inputs.scalars, grad_scale, skip };
+        let update = Update { grad_scale, skip, ..Update::new(self.rule, &segments, &inputs.scalars) };
         Ok(self.device.launch(compute, &Kernel::Update(update))?)
     }
 

@@ -28,7 +28,7 @@ pub(super) fn run_chunk(
     }
     let launch = |segments: &[Segment]| {
         let (grad_scale, skip) = (inputs.grad_scale.clone(), inputs.skip.clone());
-        let update = Update { rule: step.table.rule(), segments, scalars: &inputs.scalars, grad_scale, skip };
+        let update = Update { grad_scale, skip, ..Update::new(step.table.rule(), segments, &inputs.scalars) };
         Ok(pipeline.device().launch(compute, &Kernel::Update(update))?)
     };
     let bucket = &step.plan().buckets()[chunk.bucket];
