@@ -511,7 +511,7 @@ impl<'a> Step<'a> {
             segments.extend(table.segment(run.tensor, run.offset, find)?);
         }
         let (scalars, grad_scale) = (self.scalars.clone(), self.flags()?.grad_scale);
-        let update = HostUpdate { rule: table.table.rule(), segments, scalars, grad_scale, follow_weights: true };
+        let update = HostUpdate { rule: table.table.rule(), segments, scalars, grad_scale, trust_master: false };
         let fails = self.lane.fails_next.swap(false, Relaxed);
         let work = if fails {
             self.lane.threads.fail()?
