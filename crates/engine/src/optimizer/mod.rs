@@ -427,6 +427,8 @@ impl Optimizer {
                 reason: format!("{} were added", inner.tables.len()),
             });
         }
+        // Weights may still be on their way from an overlapped step.
+        self.overlap().map_or(Ok(()), |overlap| overlap.order_all(&compute))?;
         let Some(powers) = &inner.powers else { return Ok(()) };
         inner.check_ring()?;
         let (mut sets, mut counters) = (ScalarSets::new(self.rule, groups)?, Vec::with_capacity(inputs.len()));

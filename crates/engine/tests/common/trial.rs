@@ -473,6 +473,7 @@ impl<'a> Rig<'a> {
     /// Waits for all that the steps left under way, and lets the host see it.
     pub(crate) fn synchronize(&self) {
         self.optimizer.synchronize().unwrap();
+        self.optimizer.overlap_wait(None, Some(&self.compute)).unwrap();
         self.on.finish(&self.compute).unwrap();
     }
 
@@ -490,7 +491,9 @@ impl<'a> Rig<'a> {
 
     /// Every slot is with its ring.
     pub(crate) fn assert_idle(&self) {
-        let (slots, all_on_host) = (self.scenario.options.slots, self.scenario.tensors.iter().all(|t| t.on_host));
+        let slots = self.scenario.options.slots;
+        let mut travel = self.scenario.tensors.iter().enumerate().filter(|&(tensor, _)| !self.is_resident(tensor));
+        let all_on_host = travel.all(|(_, tensor)| tensor.on_host);
         let ring = if self.optimizer.has_ring() { slots } else { 0 };
         let host = if self.placement.host_share().is_some() && !all_on_host { 2 * slots } else { 0 };
         assert_eq!(self.optimizer.idle_slots(), (ring, host), "slots are missing");

@@ -223,6 +223,11 @@ impl Overlap {
             .collect()
     }
 
+    /// Orders a stream behind all updates that were submitted.
+    pub(super) fn order_all(&self, stream: &Stream) -> Result<()> {
+        self.order(self.points.latest(), Some(stream)).map(drop)
+    }
+
     /// Orders a stream, or without one the host, behind a point. Whether it was not reached yet.
     fn order(&self, point: u64, stream: Option<&Stream>) -> Result<bool> {
         let is_same = |of: &Option<Stream>| match (of, stream) {
