@@ -98,10 +98,7 @@ impl Optimizer {
     /// State of a resident table is the caller's, on the device, whatever the placement of other tables is.
     #[pyo3(signature = (tensors, hypers, resident=false))]
     fn add(&self, py: Python<'_>, tensors: Vec<NewTensor>, hypers: Vec<Vec<f64>>, resident: bool) -> PyResult<usize> {
-        guard::run(py, || {
-            let specs = specs(self.inner.rule(), tensors, &hypers);
-            if resident { self.inner.add_resident(specs) } else { self.inner.add(specs) }
-        })
+        guard::run(py, || self.inner.add_at(specs(self.inner.rule(), tensors, &hypers), resident))
     }
 
     /// A tensor's column in pinned memory, or its step counter, as a buffer. A column that is not there gives nothing.

@@ -11,6 +11,15 @@ use crate::looked::{Looked, Row};
 use crate::optimizer::Optimizer;
 use crate::torch::{self, Keeper};
 
+impl Drop for Optimizer {
+    /// A committed step is completed before its memory goes. It may wait for a save, whose writer needs the GIL.
+    fn drop(&mut self) {
+        if !self.inner.overlap_is_quiet() {
+            let _ = Python::try_attach(|py| py.detach(|| self.inner.overlap_finish()));
+        }
+    }
+}
+
 #[pymethods]
 impl Optimizer {
     /// Change how many slots the next ring has, while there is none.
@@ -28,8 +37,16 @@ impl Optimizer {
         hypers: Vec<Vec<f64>>,
         speculative: bool,
     ) -> PyResult<()> {
-        let _ = speculative;
-        guard::run(py, || self.inner.overlap_begin(&order, &hypers))
+        guard::run(py, || {
+            if speculative {
+                return Err(forebay::Error::InvalidOption {
+                    option: "speculative",
+                    value: "True".to_owned(),
+                    remedy: "this engine does not update on a second copy of the state; leave it out".to_owned(),
+                });
+            }
+            self.inner.overlap_begin(&order, &hypers)
+        })
     }
 
     /// Hand over a gradient that is final when what `stream` was given so far has ended. Never waits for the device.
@@ -49,7 +66,7 @@ impl Optimizer {
     ) -> PyResult<()> {
         let (weight, grad) = (weight.rows().first().copied(), grad.rows().first().copied());
         guard::run(py, || {
-            let (device, plan) = (self.inner.device(), self.inner.plan(table)?);
+            let (device, plan) = (self.inner.device(), self.inner.overlap_table(table)?);
             let (Some(weight), Some(grad), Some(spec)) = (weight, grad, plan.tensors().get(tensor)) else {
                 return Err(forebay::Error::InvalidOption {
                     option: "tensor",

@@ -324,6 +324,11 @@ impl Optimizer {
         self.add_table(tensors, true)
     }
 
+    /// The one or the other.
+    pub fn add_at(&self, tensors: Vec<TensorSpec>, resident: bool) -> Result<usize> {
+        if resident { self.add_resident(tensors) } else { self.add(tensors) }
+    }
+
     fn add_table(&self, tensors: Vec<TensorSpec>, resident: bool) -> Result<usize> {
         let mut inner = self.open()?;
         let plan = StepPlan::new(tensors, self.options.plan)?;

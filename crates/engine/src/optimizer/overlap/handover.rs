@@ -10,15 +10,14 @@
 //! 4. Between `begin` and `commit` nobody waits: what was not offered may never be updated.
 //! 5. A failure ends the step. All who wait get it, and so does every later call until it is forgotten.
 //!
-//! The tests below run this protocol under loom.
+//! `loom_tests.rs` runs this protocol under loom.
 
 use std::sync::PoisonError;
-use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::{Acquire, Release};
 use std::time::Duration;
 
 use crate::error::{Error, Result};
-use crate::sync::{Condvar, Mutex, MutexGuard, lock};
+use crate::sync::{AtomicBool, Condvar, Mutex, MutexGuard, lock};
 
 /// How far the step under way has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

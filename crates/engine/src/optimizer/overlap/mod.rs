@@ -11,265 +11,40 @@
 //! step: the thread runs the same chunks in another order, and no two chunks share a byte.
 //!
 //! - `schedule.rs` decides what runs next; it is pure.
-//! - `worker.rs` is the thread, `handover.rs` what it shares with the caller, `points.rs` the ends of its updates.
+//! - `front.rs` is the caller's side, `worker.rs` the thread with `step.rs`, what it knows of the step, and `host.rs`, for
+//!   steps in which the host takes part. `handover.rs` is what both sides share, `points.rs` the ends of updates.
 //! - `report.rs` is what a step did.
 
+mod front;
 mod handover;
 mod host;
+#[cfg(all(test, loom))]
+mod loom_tests;
 mod points;
 mod report;
 mod schedule;
+#[cfg(all(test, not(loom)))]
+mod schedule_tests;
 mod step;
 mod worker;
 
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 
-use forebay_device::{Cores, Error as DeviceError, Region, SharedDevice, Stream, ThreadHandle};
+use forebay_device::{Region, Stream};
 
+pub(super) use front::Overlap;
 pub use report::{OverlapStats, OverlapUnit};
 
-use self::handover::{Handover, Phase};
-use self::points::Points;
-use self::report::Report;
+use self::front::{Expected, Front, OpenStep, not_open, unknown};
 use self::schedule::{Layout, Lies, Part};
 use self::step::{Commit, Message, NewStep, Offer};
-use self::worker::Worker;
-use super::scalars::{ScalarSets, SharedPowers};
+use super::scalars::ScalarSets;
 use super::segments::{self, Binding, TableInput, TableStep};
 use super::table::StateTable;
 use super::{Optimizer, OptimizerInner, StepFlags};
 use crate::error::{Error, Result};
-use crate::flow::{Mark, Marks, Pipeline};
-use crate::sync::{Mutex, lock};
-
-/// What overlapped steps of one optimizer need; made with the first of them.
-#[derive(Debug)]
-pub(super) struct Overlap {
-    device: SharedDevice,
-    points: Arc<Points>,
-    handover: Arc<Handover<Message>>,
-    report: Arc<Mutex<Report>>,
-    marks: Arc<Marks>,
-    /// What the caller's stream had reached at the commit.
-    committed: Arc<Mark>,
-    front: Mutex<Front>,
-    /// The last point for which each stream waits; for the host without a stream.
-    waited: Mutex<Vec<(Option<Stream>, u64)>>,
-    thread: Mutex<Option<ThreadHandle>>,
-    pid: u32,
-}
-
-/// The caller's side.
-#[derive(Debug, Default)]
-struct Front {
-    layout: Arc<Layout>,
-    /// By tensor: what the caller's stream had reached when its gradient was offered.
-    ready: Vec<Arc<Mark>>,
-    /// By tensor: the group that it had in the last step.
-    groups: Vec<Option<u32>>,
-    /// Whether parameters are on the host, where no stream orders who reads them.
-    on_host: bool,
-    pipeline: Weak<Pipeline>,
-    step: Option<OpenStep>,
-}
-
-/// A step between begin and commit.
-struct OpenStep {
-    tables: Vec<Arc<StateTable>>,
-    sets: ScalarSets<'static>,
-    /// Sets that the thread knows already.
-    sent: usize,
-    powers: SharedPowers,
-    /// By tensor: what its next update will have if it stays in its group.
-    expected: Vec<Option<Expected>>,
-    /// By tensor: what it has if it was offered.
-    offered: Vec<Option<Expected>>,
-    /// By tensor: bytes of its gradient, if it was offered.
-    grad_bytes: Vec<u64>,
-    /// Whether the host takes part: then gradients of tensors that are not resident are handed over at the commit.
-    shared: bool,
-}
-
-/// A tensor's numbers in a step.
-#[derive(Debug, Clone, Copy)]
-struct Expected {
-    group: u32,
-    set: u32,
-    steps: f32,
-}
-
-impl std::fmt::Debug for OpenStep {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("OpenStep").field("tables", &self.tables.len()).finish_non_exhaustive()
-    }
-}
-
-impl OpenStep {
-    /// A tensor's numbers in a group.
-    fn numbers(&mut self, layout: &Layout, tensor: usize, group: u32) -> Result<Expected> {
-        match self.expected[tensor] {
-            Some(expected) if expected.group == group => Ok(expected),
-            _ => {
-                let (table, place) = layout.home(tensor);
-                self.advance(table, place, group)
-            }
-        }
-    }
-
-    fn advance(&mut self, table: usize, place: usize, group: u32) -> Result<Expected> {
-        let (mut steps, spec) = (self.tables[table].steps()?[place], &self.tables[table].plan().tensors()[place]);
-        let set = self.sets.advance(&self.powers, group, &mut steps, spec.elements)?;
-        Ok(Expected { group, set, steps })
-    }
-
-    /// Sets that the thread does not know.
-    fn unsent(&mut self) -> Vec<forebay_device::Scalars> {
-        let new = self.sets.scalars[self.sent..].to_vec();
-        self.sent = self.sets.scalars.len();
-        new
-    }
-}
-
-impl Overlap {
-    fn new(device: &SharedDevice) -> Result<Self> {
-        let marks = Marks::new(device.clone());
-        let overlap = Self {
-            points: Arc::new(Points::new(&marks)?),
-            handover: Arc::new(Handover::new()),
-            report: Arc::new(Mutex::new(Report::new())),
-            committed: marks.take()?,
-            front: Mutex::default(),
-            waited: Mutex::default(),
-            thread: Mutex::new(None),
-            pid: std::process::id(),
-            device: device.clone(),
-            marks,
-        };
-        let worker = Worker {
-            device: device.clone(),
-            stream: device.urgent_stream("updates")?,
-            points: overlap.points.clone(),
-            handover: overlap.handover.clone(),
-            report: overlap.report.clone(),
-        };
-        let thread = Cores::here().spawn("forebay-overlap", move || worker.run())?;
-        *lock(&overlap.thread) = Some(thread);
-        Ok(overlap)
-    }
-
-    /// In a forked child there is no thread, and one of the parent's may hold a lock for ever.
-    fn not_forked(&self) -> Result<()> {
-        if self.pid == std::process::id() {
-            return Ok(());
-        }
-        Err(Error::Device(DeviceError::Forked { device: self.device.info().name.clone() }))
-    }
-
-    /// Ends the thread: a step that is committed is completed first, an open one is given up.
-    pub(super) fn close(&self) {
-        if self.not_forked().is_err() {
-            return;
-        }
-        lock(&self.front).step = None;
-        self.handover.abort_open(Message::Abort);
-        self.handover.close();
-        let thread = lock(&self.thread).take();
-        // A panic of the thread's was caught and is the step's failure.
-        let _ = thread.map(ThreadHandle::join);
-    }
-
-    /// Returns when a committed step was submitted. An open step is an error.
-    pub(super) fn finish(&self) -> Result<()> {
-        self.check_not_open()?;
-        self.handover.wait(None).map(drop)
-    }
-
-    /// The same for one tensor.
-    pub(super) fn finish_tensor(&self, table: usize, tensor: usize) -> Result<()> {
-        self.check_not_open()?;
-        let number = lock(&self.front).layout.number(table, tensor);
-        number.map_or(Ok(()), |number| self.handover.wait(Some(&[number])).map(drop))
-    }
-
-    fn check_not_open(&self) -> Result<()> {
-        self.not_forked()?;
-        if self.handover.phase() == Phase::Open {
-            return Err(Error::InvalidOption {
-                option: "optimizer",
-                value: "in the middle of an overlapped step".to_owned(),
-                remedy: "call step() first".to_owned(),
-            });
-        }
-        Ok(())
-    }
-
-    /// Why the state cannot be trusted.
-    pub(super) fn failed(&self) -> Option<Error> {
-        self.not_forked().ok().and_then(|()| self.handover.failed())
-    }
-
-    pub(super) fn forget_failure(&self) {
-        if self.not_forked().is_ok() {
-            self.handover.forget_failure();
-        }
-    }
-
-    /// The numbers of some tensors. Those that were added since have no update that anybody could wait for.
-    fn numbers(&self, homes: &[(usize, usize)]) -> Vec<usize> {
-        let front = lock(&self.front);
-        homes.iter().filter_map(|&(table, tensor)| front.layout.number(table, tensor)).collect()
-    }
-
-    /// Orders a stream behind all updates that were submitted.
-    pub(super) fn order_all(&self, stream: &Stream) -> Result<()> {
-        self.order(self.points.latest(), Some(stream)).map(drop)
-    }
-
-    /// Orders a stream, or without one the host, behind a point. Whether it was not reached yet.
-    fn order(&self, point: u64, stream: Option<&Stream>) -> Result<bool> {
-        let is_same = |of: &Option<Stream>| match (of, stream) {
-            (None, None) => true,
-            (Some(of), Some(stream)) => of.is_same(stream),
-            _ => false,
-        };
-        if lock(&self.waited).iter().any(|(of, until)| is_same(of) && *until >= point) {
-            return Ok(false);
-        }
-        // Once reached, it is for all: what a stream is given from now on comes after it.
-        let under_way = !self.points.is_reached(point)?;
-        if under_way {
-            self.points.wait(point, stream)?;
-        }
-        let mut waited = lock(&self.waited);
-        match waited.iter_mut().find(|(of, _)| is_same(of)) {
-            Some((_, until)) => *until = point.max(*until),
-            None => waited.push((stream.cloned(), point)),
-        }
-        Ok(under_way)
-    }
-}
-
-impl Drop for Overlap {
-    fn drop(&mut self) {
-        self.close();
-    }
-}
-
-fn unknown(table: usize, tensor: usize) -> Error {
-    Error::InvalidOption {
-        option: "tensor",
-        value: format!("{tensor} of table {table}"),
-        remedy: "there is no such tensor".to_owned(),
-    }
-}
-
-fn not_open() -> Error {
-    Error::InvalidOption {
-        option: "overlapped step",
-        value: "not begun".to_owned(),
-        remedy: "call overlap_begin first".to_owned(),
-    }
-}
+use crate::plan::StepPlan;
+use crate::sync::lock;
 
 impl Optimizer {
     /// What overlapped steps need, if there was one.
@@ -363,6 +138,15 @@ impl Optimizer {
         Ok(())
     }
 
+    /// What lies where in a table of the open step. Unlike [`Self::plan`] it never waits for another call.
+    pub fn overlap_table(&self, table: usize) -> Result<Arc<StepPlan>> {
+        let overlap = self.overlap().ok_or_else(not_open)?;
+        overlap.not_forked()?;
+        let front = lock(&overlap.front);
+        let step = front.step.as_ref().ok_or_else(|| overlap.failed().unwrap_or_else(not_open))?;
+        step.tables.get(table).map(|table| table.plan().clone()).ok_or_else(|| unknown(table, 0))
+    }
+
     /// Hands a gradient over that is final when what `after` was given so far has ended; without a stream it is final.
     /// `columns` are those of a tensor whose state is on the device. Never waits for the device.
     pub fn overlap_offer(
@@ -408,7 +192,7 @@ impl Optimizer {
             }
             return Err(error);
         }
-        overlap.handover.offer(tensor, Message::Offer(Offer { tensor, binding, columns, mark, scalars }))
+        overlap.handover.offer(tensor, Message::Offer(Box::new(Offer { tensor, binding, columns, mark, scalars })))
     }
 
     /// Hands over all gradients that were not offered, as [`Self::step`] takes them. What has none by now stays as it is.

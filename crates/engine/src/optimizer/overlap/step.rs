@@ -19,7 +19,7 @@ const LOOKS: usize = 16;
 #[derive(Debug)]
 pub(super) enum Message {
     Begin(Box<NewStep>),
-    Offer(Offer),
+    Offer(Box<Offer>),
     Commit(Box<Commit>),
     Abort,
 }

@@ -76,7 +76,7 @@ impl Worker {
             for message in mail.drain(..) {
                 match message {
                     Message::Begin(_) => {}
-                    Message::Offer(offer) => step.take_offer(offer),
+                    Message::Offer(offer) => step.take_offer(*offer),
                     Message::Commit(commit) => step.take_commit(*commit),
                     Message::Abort => return Ok(Ended::Aborted),
                 }
