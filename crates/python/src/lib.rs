@@ -18,6 +18,7 @@ mod inputs;
 mod looked;
 mod measure;
 mod optimizer;
+mod overlap;
 mod rule;
 mod sleep;
 mod testing;

@@ -221,6 +221,11 @@ impl Pipeline {
         slot_bytes.next_multiple_of(ALIGN_BYTES) * slots as u64
     }
 
+    /// Bytes of its ring.
+    pub fn bytes(&self) -> u64 {
+        Self::ring_bytes(self.core.slots.len(), self.core.slots.first().map_or(0, |slot| slot.region.bytes()))
+    }
+
     /// The device it runs on.
     pub fn device(&self) -> &SharedDevice {
         &self.core.device
@@ -333,6 +338,13 @@ impl Pipeline {
     pub fn release(&self, slot: InFlight<Slot>) {
         let (mut slot, end) = slot.into_parts();
         slot.end = end;
+    }
+
+    /// Makes a stream wait for all stores that were submitted so far.
+    pub(crate) fn after_stores(&self, stream: &Stream) -> Result<()> {
+        let stored = self.core.marks.take()?;
+        stored.record(&self.core.store)?;
+        stored.wait(stream)
     }
 
     /// Blocks until the stores under way into a region have ended; other stores go on.

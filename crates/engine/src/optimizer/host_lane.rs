@@ -25,9 +25,9 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc::Sender;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use forebay_device::{
@@ -37,7 +37,7 @@ use forebay_device::{
 use serde::Serialize;
 
 use super::host_ring::{HeldSlot, HostSlots, LaneSlot, LaneStreams};
-use super::hybrid::Claims;
+use super::hybrid::{Claims, Progress};
 use super::segments::{Operand, StepInputs, TableStep};
 use crate::error::{Error, Result};
 use crate::flow::{InFlight, Mark, Marks, Pipeline};
@@ -105,7 +105,7 @@ pub(super) struct HostLane {
     threads: Arc<HostThreads>,
     streams: Arc<LaneStreams>,
     /// `None` if all parameters lie on the host.
-    slots: Option<HostSlots>,
+    slots: OnceLock<HostSlots>,
     slot_bytes: u64,
     /// What the caller's stream had reached when the step began; and the end of the last copy up.
     ready: Arc<Mark>,
@@ -165,6 +165,8 @@ impl TensorRun {
 struct Passage<'a, S> {
     table: TableStep<'a>,
     chunks: &'a [Chunk],
+    /// Table and chunks by their numbers.
+    claimed: (usize, Range<usize>),
     runs: Vec<TensorRun>,
     /// None for parameters on the host.
     slot: Option<S>,
@@ -176,10 +178,10 @@ impl HostLane {
     pub(super) fn new(memory: &Allocator, options: &HostOptions, slots: usize, slot_bytes: u64) -> Result<Self> {
         let device = memory.device().clone();
         let marks = Marks::new(device.clone());
-        let mut lane = Self {
+        let lane = Self {
             threads: HostThreads::shared(options)?,
             streams: LaneStreams::of(&device)?,
-            slots: None,
+            slots: OnceLock::new(),
             slot_bytes,
             ready: marks.take()?,
             ended: marks.take()?,
@@ -194,9 +196,10 @@ impl HostLane {
     }
 
     /// Pins the ring or joins its users, if it does not use one yet.
-    pub(super) fn open_ring(&mut self, memory: &Allocator, slots: usize) -> Result<()> {
-        if slots > 0 && self.slots.is_none() {
-            self.slots = Some(HostSlots::open(memory, slots, self.slot_bytes)?);
+    pub(super) fn open_ring(&self, memory: &Allocator, slots: usize) -> Result<()> {
+        if slots > 0 && self.slots.get().is_none() {
+            // Set once: calls that add state hold the optimizer's lock.
+            let _ = self.slots.set(HostSlots::open(memory, slots, self.slot_bytes)?);
         }
         Ok(())
     }
@@ -219,12 +222,12 @@ impl HostLane {
 
     /// Pinned bytes, nearly all of them the ring's.
     pub(super) fn pinned_bytes(&self) -> u64 {
-        self.flags.bytes() + self.slots.as_ref().map_or(0, HostSlots::bytes)
+        self.flags.bytes() + self.slots.get().map_or(0, HostSlots::bytes)
     }
 
     /// Slots that nobody owns; all of them between steps.
     pub(super) fn idle_slots(&self) -> usize {
-        self.slots.as_ref().map_or(0, HostSlots::idle)
+        self.slots.get().map_or(0, HostSlots::idle)
     }
 
     /// What the last step did.
@@ -234,7 +237,7 @@ impl HostLane {
 
     /// Blocks until every copy down and up of this optimizer has ended.
     pub(super) fn drain(&self) -> Result<()> {
-        self.slots.as_ref().map_or(Ok(()), HostSlots::settle)
+        self.slots.get().map_or(Ok(()), HostSlots::settle)
     }
 
     /// Brings a gradient down before the step, after what `stream` was given so far. The caller keeps the gradient as
@@ -288,24 +291,25 @@ impl HostLane {
         self.ended.wait(compute).and(recorded)
     }
 
-    /// Updates the chunks that it can claim. Called between [`Self::begin`] and [`Self::end`]. Drops `first` when its
-    /// first copies are submitted.
+    /// Updates the chunks that it can claim, and tells `progress` of them. Called between [`Self::begin`] and
+    /// [`Self::end`]. Drops `first` when its first copies are submitted.
     pub(super) fn run(
         &self,
         tables: &[TableStep<'_>],
         claims: &Claims,
         inputs: &StepInputs,
         pipeline: Option<&Pipeline>,
-        first: Option<Sender<()>>,
+        (first, progress): (Option<Sender<()>>, Option<&dyn Progress>),
     ) -> Result<()> {
         let _entered = self.device.enter()?;
-        let _turn = self.slots.as_ref().map(HostSlots::turn);
+        let _turn = self.slots.get().map(HostSlots::turn);
         let start = Instant::now();
         let step = Step {
             inputs,
             scalars: inputs.scalars.as_slice().into(),
             flags: None,
             first,
+            progress,
             directions: self.directions(pipeline),
             pipeline,
             landing: VecDeque::new(),
@@ -347,6 +351,7 @@ struct Step<'a> {
     /// Not known before the first update: copies set out without them.
     flags: Option<Flags>,
     first: Option<Sender<()>>,
+    progress: Option<&'a dyn Progress>,
     directions: Directions<'a>,
     /// The streamed half of a hybrid step, whose stores into a chunk must have ended before the host updates it.
     pipeline: Option<&'a Pipeline>,
@@ -368,7 +373,7 @@ impl Drop for Step<'_> {
 
 impl<'a> Step<'a> {
     fn drive(mut self, tables: &[TableStep<'a>], claims: &Claims) -> Result<HostStats> {
-        let (landing, updating) = depths(self.lane.slots.as_ref().map_or(0, HostSlots::len));
+        let (landing, updating) = depths(self.lane.slots.get().map_or(0, HostSlots::len));
         let capacity = self.lane.slot_bytes;
         let fits = |table: usize, chunks: Range<usize>| {
             let (table, plan) = (tables[table], tables[table].plan());
@@ -379,10 +384,9 @@ impl<'a> Step<'a> {
                 && all.iter().all(|chunk| chunk.bucket == bucket)
         };
         while !self.flags.is_some_and(|flags| flags.skip)
-            && let Some((table, chunks)) = claims.back(fits)
+            && let Some(claimed) = claims.back(fits)
         {
-            let table = tables[table];
-            let passage = self.copy_down(table, &table.plan().chunks()[chunks])?;
+            let passage = self.copy_down(tables[claimed.0], claimed)?;
             self.landing.push_back(passage);
             self.advance(landing, updating)?;
         }
@@ -440,12 +444,17 @@ impl<'a> Step<'a> {
     }
 
     /// Submits the copy down of gradients and weights.
-    fn copy_down(&mut self, table: TableStep<'a>, chunks: &'a [Chunk]) -> Result<Passage<'a, InFlight<HeldSlot<'a>>>> {
+    fn copy_down(
+        &mut self,
+        table: TableStep<'a>,
+        claimed: (usize, Range<usize>),
+    ) -> Result<Passage<'a, InFlight<HeldSlot<'a>>>> {
+        let chunks = &table.plan().chunks()[claimed.1.clone()];
         let runs = runs(table, chunks);
         if chunks.first().is_some_and(|chunk| table.plan().buckets()[chunk.bucket].on_host) {
-            return Ok(Passage { table, chunks, runs, slot: None });
+            return Ok(Passage { table, chunks, claimed, runs, slot: None });
         }
-        let Some(slots) = &self.lane.slots else {
+        let Some(slots) = self.lane.slots.get() else {
             return Err(Error::Device(DeviceError::ZeroSize { what: "the host's ring" }));
         };
         let since = Instant::now();
@@ -463,12 +472,12 @@ impl<'a> Step<'a> {
         }
         self.stats.down_bytes += pairs.iter().map(|(from, _)| from.bytes()).sum::<u64>();
         let slot = transfer(held, self.directions.down, &pairs, |slot| &slot.landed)?;
-        Ok(Passage { table, chunks, runs, slot: Some(slot) })
+        Ok(Passage { table, chunks, claimed, runs, slot: Some(slot) })
     }
 
     /// Waits for the copy down and gives all of it to the threads.
     fn start(&mut self, passage: Passage<'a, InFlight<HeldSlot<'a>>>) -> Result<(Passage<'a, HeldSlot<'a>>, HostWork)> {
-        let Passage { table, chunks, runs, slot } = passage;
+        let Passage { table, chunks, claimed, runs, slot } = passage;
         let since = Instant::now();
         let slot = slot.map(InFlight::wait).transpose()?;
         self.stats.wire_wait_ns += since.elapsed().as_nanos() as u64;
@@ -502,20 +511,22 @@ impl<'a> Step<'a> {
             segments.extend(table.segment(run.tensor, run.offset, find)?);
         }
         let (scalars, grad_scale) = (self.scalars.clone(), self.flags()?.grad_scale);
-        let update = HostUpdate { rule: table.table.rule(), segments, scalars, grad_scale, follow_weights: true };
+        let update = HostUpdate { rule: table.table.rule(), segments, scalars, grad_scale, trust_master: false };
         let fails = self.lane.fails_next.swap(false, Relaxed);
         let work = if fails {
             self.lane.threads.fail()?
         } else {
             self.lane.device.update_on_host(&self.lane.threads, update)?
         };
-        Ok((Passage { table, chunks, runs, slot }, work))
+        Ok((Passage { table, chunks, claimed, runs, slot }, work))
     }
 
     /// Submits the copy up of the new weights.
     fn copy_up(&mut self, passage: Passage<'a, HeldSlot<'a>>) -> Result<()> {
-        let Passage { table, runs, slot, .. } = passage;
-        let Some(held) = slot else { return Ok(()) };
+        let Passage { table, runs, slot, claimed: (number, chunks), .. } = passage;
+        let progress = self.progress;
+        let done = |sent: Option<&Arc<Mark>>| progress.map_or(Ok(()), |of| of.on_host(number, chunks, sent));
+        let Some(held) = slot else { return done(None) };
         let mut pairs = Vec::with_capacity(runs.len());
         for run in &runs {
             let Some(binding) = table.binding(run.tensor) else { continue };
@@ -526,7 +537,7 @@ impl<'a> Step<'a> {
         // Back to the ring, with the mark that ends the copies.
         let (mut held, end) = transfer(held, self.directions.up, &pairs, |slot| &slot.sent)?.into_parts();
         held.end = end;
-        Ok(())
+        done(held.end.as_ref())
     }
 }
 

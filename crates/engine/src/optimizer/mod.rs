@@ -24,6 +24,7 @@ mod host_lane;
 mod host_ring;
 mod hybrid;
 mod landing;
+mod overlap;
 mod placement;
 mod scalars;
 mod segments;
@@ -31,14 +32,13 @@ mod stats;
 mod streamed;
 mod table;
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use forebay_device::{
-    Buffer, Error as DeviceError, Event, HostOptions, Kernel, PinStats, Region, Rule, SharedDevice, Stream, Update,
-};
+use forebay_device::{Buffer, Error as DeviceError, Event, HostOptions, PinStats, Region, Rule, SharedDevice, Stream};
 
 pub use host_lane::HostStats;
 pub use hybrid::HostShare;
+pub use overlap::{OverlapStats, OverlapUnit};
 pub use placement::Placement;
 pub use segments::{Binding, TableInput};
 pub use stats::{HostReport, Number, OptimizerStats};
@@ -53,8 +53,9 @@ use crate::trace::Trace;
 use host_lane::HostLane;
 use hybrid::Hybrid;
 use landing::Landing;
+use overlap::Overlap;
 use scalars::{Powers, ScalarSets, SharedPowers};
-use segments::{StepInputs, TableStep};
+use segments::{Segments, StepInputs, TableStep};
 
 /// How to make an optimizer.
 #[derive(Debug, Clone)]
@@ -97,15 +98,20 @@ pub struct Optimizer {
     options: OptimizerOptions,
     /// What counts against the user's budget.
     memory: Arc<Allocator>,
+    /// Made with the first overlapped step. Its hooks take no other lock of the optimizer. Declared before what it works
+    /// on: a step that was committed is completed first.
+    overlap: OnceLock<Overlap>,
     inner: Mutex<OptimizerInner>,
 }
 
 #[derive(Debug, Default)]
 struct OptimizerInner {
-    pipeline: Option<Pipeline>,
-    tables: Vec<StateTable>,
+    pipeline: Option<Arc<Pipeline>>,
+    /// Slots of the next ring, where that is not the options'.
+    slots: Option<usize>,
+    tables: Vec<Arc<StateTable>>,
     /// The host's part; made with the first table.
-    hybrid: Option<Hybrid>,
+    hybrid: Option<Arc<Hybrid>>,
     landing: Landing,
     powers: Option<SharedPowers>,
     /// For backends on which torch has no streams.
@@ -119,17 +125,42 @@ struct OptimizerInner {
 
 impl OptimizerInner {
     fn pinned_bytes(&self) -> u64 {
-        let state: u64 = self.tables.iter().map(StateTable::pinned_bytes).sum();
+        let state: u64 = self.tables.iter().map(|table| table.pinned_bytes()).sum();
         state + self.hybrid.as_ref().map_or(0, |hybrid| hybrid.lane().pinned_bytes()) + self.landing.pinned_bytes()
     }
 
     /// Waits until every store and every copy of the host's part has ended.
     fn drain(&self) -> Result<()> {
-        let stored = self.pipeline.as_ref().map_or(Ok(()), Pipeline::drain);
+        let stored = self.pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain());
         stored.and(self.hybrid.as_ref().map_or(Ok(()), |hybrid| hybrid.lane().drain()))
     }
 
-    fn table(&self, table: usize) -> Result<&StateTable> {
+    fn check_open(&self) -> Result<()> {
+        if !self.closed {
+            return Ok(());
+        }
+        Err(Error::InvalidOption {
+            option: "optimizer",
+            value: "closed".to_owned(),
+            remedy: "it was closed; make a new one".to_owned(),
+        })
+    }
+
+    fn check_trusted(&self) -> Result<()> {
+        self.distrusted.clone().map_or(Ok(()), |reason| Err(Error::Distrusted { reason }))
+    }
+
+    /// Refuses a step that has nothing to go through. With a share of its own the host can do without the ring.
+    fn check_ring(&self) -> Result<()> {
+        let travels = self.tables.iter().any(|table| !table.is_resident());
+        if travels && self.hybrid.is_none() && self.pipeline.is_none() { Err(no_ring()) } else { Ok(()) }
+    }
+
+    fn distrust(&mut self, error: &Error) {
+        self.distrusted.get_or_insert_with(|| format!("its last step broke off with: {error}"));
+    }
+
+    fn table(&self, table: usize) -> Result<&Arc<StateTable>> {
         self.tables.get(table).ok_or_else(|| Error::InvalidOption {
             option: "table",
             value: table.to_string(),
@@ -162,7 +193,7 @@ impl Optimizer {
     pub fn new(device: SharedDevice, rule: &'static Rule, options: OptimizerOptions) -> Result<Self> {
         device.load(rule)?;
         let memory = Allocator::within(device.clone(), PinnedBudget::new(options.pinned_budget_bytes));
-        Ok(Self { device, rule, options, memory, inner: Mutex::default() })
+        Ok(Self { device, rule, options, memory, inner: Mutex::default(), overlap: OnceLock::new() })
     }
 
     /// The device that it computes on.
@@ -179,22 +210,61 @@ impl Optimizer {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The same when no overlapped step is under way: a committed one is submitted first. Calls that read or change state,
+    /// tables or rings begin so.
     fn open(&self) -> Result<MutexGuard<'_, OptimizerInner>> {
+        let inner = self.settled()?;
+        inner.check_open()?;
+        Ok(inner)
+    }
+
+    /// For calls that only say what lies where.
+    fn layout(&self) -> Result<MutexGuard<'_, OptimizerInner>> {
         let inner = self.lock();
-        if inner.closed {
-            return Err(Error::InvalidOption {
-                option: "optimizer",
-                value: "closed".to_owned(),
-                remedy: "it was closed; make a new one".to_owned(),
-            });
+        inner.check_open()?;
+        Ok(inner)
+    }
+
+    /// The same, also after it was closed.
+    fn settled(&self) -> Result<MutexGuard<'_, OptimizerInner>> {
+        let mut inner = self.lock();
+        if let Some(overlap) = self.overlap()
+            && let Err(error) = overlap.finish()
+        {
+            // The step's own failure is kept as the reason; a failure of this call is not.
+            match overlap.failed() {
+                Some(failed) => inner.distrust(&failed),
+                None => return Err(error),
+            }
         }
         Ok(inner)
     }
 
     /// Bytes of the ring; 0 if nothing streams.
     pub fn ring_bytes(&self) -> u64 {
-        let PlanOptions { slots, slot_bytes, .. } = self.options.plan;
-        if self.options.placement.streams() { Pipeline::ring_bytes(slots, slot_bytes) } else { 0 }
+        let slots = self.slots(&self.lock());
+        if self.options.placement.streams() { Pipeline::ring_bytes(slots, self.options.plan.slot_bytes) } else { 0 }
+    }
+
+    /// Slots of the next ring.
+    fn slots(&self, inner: &OptimizerInner) -> usize {
+        inner.slots.unwrap_or(self.options.plan.slots)
+    }
+
+    /// Changes how many slots the next ring has, while there is none. Their size stays, as the chunks do.
+    pub fn set_slots(&self, slots: usize) -> Result<()> {
+        let mut inner = self.open()?;
+        let refuse = |remedy: &str| {
+            Err(Error::InvalidOption { option: "slots", value: slots.to_string(), remedy: remedy.to_owned() })
+        };
+        if inner.pipeline.is_some() && slots != self.slots(&inner) {
+            return refuse("close the ring first");
+        }
+        if slots < 2 {
+            return refuse("use at least 2");
+        }
+        inner.slots = Some(slots);
+        Ok(())
     }
 
     /// Whether the ring is there.
@@ -207,8 +277,8 @@ impl Optimizer {
     pub fn join_ring(&self) -> Result<bool> {
         let mut inner = self.open()?;
         if inner.pipeline.is_none() {
-            let PlanOptions { slots, slot_bytes, .. } = self.options.plan;
-            inner.pipeline = Pipeline::join(&self.device, slots, slot_bytes)?;
+            let (slots, slot_bytes) = (self.slots(&inner), self.options.plan.slot_bytes);
+            inner.pipeline = Pipeline::join(&self.device, slots, slot_bytes)?.map(Arc::new);
         }
         Ok(inner.pipeline.is_some())
     }
@@ -219,10 +289,10 @@ impl Optimizer {
     pub fn open_ring(&self, memory: Option<(&Buffer, Option<&Stream>)>) -> Result<()> {
         let mut inner = self.open()?;
         inner.pipeline = None;
-        let PlanOptions { slots, slot_bytes, .. } = self.options.plan;
+        let (slots, slot_bytes) = (self.slots(&inner), self.options.plan.slot_bytes);
         let after = memory.map(|(_, after)| self.compute(&mut inner, after)).transpose()?;
         let memory = memory.map(|(ring, _)| ring).zip(after.as_ref());
-        inner.pipeline = Some(Pipeline::open(&self.device, memory, slots, slot_bytes)?);
+        inner.pipeline = Some(Arc::new(Pipeline::open(&self.device, memory, slots, slot_bytes)?));
         Ok(())
     }
 
@@ -230,7 +300,7 @@ impl Optimizer {
     /// [`Self::open_ring`] makes steps possible again.
     pub fn close_ring(&self) -> Result<()> {
         let mut inner = self.open()?;
-        inner.pipeline.as_ref().map_or(Ok(()), Pipeline::drain)?;
+        inner.pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain())?;
         inner.pipeline = None;
         Ok(())
     }
@@ -246,15 +316,29 @@ impl Optimizer {
     /// Creates zeroed state for tensors and returns the number of their table. Starts the host's threads and pins their
     /// ring where the placement needs them. The budget is checked before anything is pinned.
     pub fn add(&self, tensors: Vec<TensorSpec>) -> Result<usize> {
+        self.add_table(tensors, self.options.placement == Placement::Resident)
+    }
+
+    /// The same for tensors whose state lies on the device, with the caller, whatever the placement of the others is.
+    pub fn add_resident(&self, tensors: Vec<TensorSpec>) -> Result<usize> {
+        self.add_table(tensors, true)
+    }
+
+    /// The one or the other.
+    pub fn add_at(&self, tensors: Vec<TensorSpec>, resident: bool) -> Result<usize> {
+        if resident { self.add_resident(tensors) } else { self.add(tensors) }
+    }
+
+    fn add_table(&self, tensors: Vec<TensorSpec>, resident: bool) -> Result<usize> {
         let mut inner = self.open()?;
         let plan = StepPlan::new(tensors, self.options.plan)?;
         made_once(&mut inner.powers, || Powers::of(&self.device))?;
-        let table = if self.options.placement == Placement::Resident {
+        let table = if resident {
             StateTable::resident(self.device.clone(), self.rule, Arc::new(plan))?
         } else {
             self.pin_table(&mut inner, plan)?
         };
-        inner.tables.push(table);
+        inner.tables.push(Arc::new(table));
         Ok(inner.tables.len() - 1)
     }
 
@@ -273,7 +357,7 @@ impl Optimizer {
         }
         let table = StateTable::pinned(&self.memory, self.rule, Arc::new(plan))?;
         if let Some(share) = share {
-            let new = || Hybrid::new(&self.memory, share, &self.options.host, 0, slot_bytes);
+            let new = || Hybrid::new(&self.memory, share, &self.options.host, 0, slot_bytes).map(Arc::new);
             made_once(&mut inner.hybrid, new)?.open_ring(&self.memory, slots)?;
         }
         Ok(table)
@@ -281,27 +365,27 @@ impl Optimizer {
 
     /// What lies where in a table.
     pub fn plan(&self, table: usize) -> Result<Arc<StepPlan>> {
-        Ok(self.open()?.table(table)?.plan().clone())
+        Ok(self.layout()?.table(table)?.plan().clone())
     }
 
     /// The names of the columns that are kept for a tensor.
     pub fn columns(&self, table: usize, tensor: usize) -> Result<Vec<&'static str>> {
-        Ok(self.open()?.table(table)?.columns(tensor).iter().map(|column| column.name).collect())
+        Ok(self.layout()?.table(table)?.columns(tensor).iter().map(|column| column.name).collect())
     }
 
     /// A tensor's column in pinned memory; `None` if it is not kept there. Wait with [`Self::settle`] to read it.
     pub fn column(&self, table: usize, tensor: usize, name: &str) -> Result<Option<Region>> {
-        self.open()?.table(table)?.column(tensor, name)
+        self.layout()?.table(table)?.column(tensor, name)
     }
 
     /// A tensor's step counter, an f32. Only the host touches it.
     pub fn step_counter(&self, table: usize, tensor: usize) -> Result<Region> {
-        self.open()?.table(table)?.step_counter(tensor)
+        self.layout()?.table(table)?.step_counter(tensor)
     }
 
     /// What pinning a table cost.
     pub fn pin_stats(&self, table: usize) -> Result<Option<PinStats>> {
-        Ok(self.open()?.table(table)?.slab().map(|slab| slab.pin_stats()))
+        Ok(self.layout()?.table(table)?.slab().map(|slab| slab.pin_stats()))
     }
 
     /// Updates every tensor that has a gradient, in the order of the tables. Returns when the last update was submitted to
@@ -340,9 +424,7 @@ impl Optimizer {
         flags: StepFlags,
         landed: &[Vec<Option<Region>>],
     ) -> Result<()> {
-        if let Some(reason) = &inner.distrusted {
-            return Err(Error::Distrusted { reason: reason.clone() });
-        }
+        inner.check_trusted()?;
         let (compute, is_own) = (self.compute(inner, compute)?, compute.is_none());
         if inputs.len() != inner.tables.len() {
             return Err(Error::PlanMismatch {
@@ -350,11 +432,10 @@ impl Optimizer {
                 reason: format!("{} were added", inner.tables.len()),
             });
         }
+        // Weights may still be on their way from an overlapped step.
+        self.overlap().map_or(Ok(()), |overlap| overlap.order_all(&compute))?;
         let Some(powers) = &inner.powers else { return Ok(()) };
-        // With a share of its own the host can do without the ring.
-        if self.options.placement.streams() && inner.hybrid.is_none() && inner.pipeline.is_none() {
-            return Err(no_ring());
-        }
+        inner.check_ring()?;
         let (mut sets, mut counters) = (ScalarSets::new(self.rule, groups)?, Vec::with_capacity(inputs.len()));
         for (table, input) in inner.tables.iter().zip(&mut inputs) {
             TableStep { table, input, landed: &[] }.check()?;
@@ -372,29 +453,19 @@ impl Optimizer {
         let steps: Vec<TableStep<'_>> =
             tables.map(|(i, (table, input))| TableStep { table, input, landed: landed_of(i) }).collect();
         // A save yields to the step until this returns.
-        let _stepping: Vec<_> = inner.tables.iter().filter_map(StateTable::stepping).collect();
-        let (outcome, mut torn) = match self.options.placement {
-            Placement::Resident => {
-                let outcome = self.update_resident(&steps, &inputs_of_all, &compute);
-                // Operands are refused before any of them is touched.
-                let refused = matches!(outcome, Err(Error::Device(DeviceError::BadOperands { .. })));
-                let torn = outcome.is_err() && !refused;
-                (outcome, torn)
-            }
-            _ => {
-                let outcome = self.update_tables(
-                    inner.pipeline.as_ref(),
-                    inner.hybrid.as_ref(),
-                    &steps,
-                    &inputs_of_all,
-                    &compute,
-                );
-                let torn = outcome.is_err();
-                (outcome, torn)
-            }
-        };
+        inner.tables.iter().for_each(|table| table.count_stalls());
+        let _stepping: Vec<_> = inner.tables.iter().filter_map(|table| table.stepping()).collect();
+        let (resident, travel): (Vec<_>, Vec<_>) = steps.iter().partition(|step| step.table.is_resident());
+        let mut outcome = self.update_resident(&resident, &inputs_of_all, &compute);
+        // Operands are refused before any of them is touched.
+        let mut torn = !matches!(outcome, Ok(()) | Err(Error::Device(DeviceError::BadOperands { .. })));
+        if outcome.is_ok() && self.options.placement != Placement::Resident {
+            let (pipeline, hybrid) = (inner.pipeline.as_deref(), inner.hybrid.as_deref());
+            outcome = self.update_tables(pipeline, hybrid, &travel, &inputs_of_all, &compute);
+            torn = outcome.is_err();
+        }
         let on_host = steps.iter().any(|step| step.plan().buckets().iter().any(|bucket| bucket.on_host));
-        drop(steps);
+        drop((steps, resident, travel));
         // Without a stream of the caller's nothing orders later uses of this memory, and after a failure nothing may use
         // it any more: it can be freed as soon as this returns.
         let waits = is_own || on_host || outcome.is_err();
@@ -409,20 +480,22 @@ impl Optimizer {
         if let Err(error) = &outcome
             && torn
         {
-            inner.distrusted = Some(format!("its last step broke off with: {error}"));
+            inner.distrust(error);
         }
         outcome
     }
 
     /// State on the device: whole tensors, as few launches as they fit into.
     fn update_resident(&self, steps: &[TableStep<'_>], inputs: &StepInputs, compute: &Stream) -> Result<()> {
-        let mut segments = Vec::new();
-        for step in steps {
-            segments.extend(streamed::resident_segments(*step)?);
+        let mut segments = Segments::default();
+        if steps.is_empty() {
+            return Ok(());
         }
-        let (grad_scale, skip) = (inputs.grad_scale.clone(), inputs.skip.clone());
-        let update = Update { rule: self.rule, segments: &segments, scalars: &inputs.scalars, grad_scale, skip };
-        Ok(self.device.launch(compute, &Kernel::Update(update))?)
+        for step in steps {
+            let mut tensors = 0..step.plan().tensors().len();
+            tensors.try_for_each(|tensor| streamed::resident_segment(*step, tensor, &mut segments))?;
+        }
+        inputs.launch(&*self.device, compute, self.rule, &segments)
     }
 
     /// State on the host: through the ring, on the host's threads, or both.
@@ -436,8 +509,9 @@ impl Optimizer {
     ) -> Result<()> {
         pipeline.map_or(Ok(()), Pipeline::begin)?;
         match (hybrid, pipeline) {
-            (Some(hybrid), pipeline) => hybrid.run(steps, pipeline, inputs, compute),
+            (Some(hybrid), pipeline) => hybrid.run(steps, pipeline, inputs, compute, None),
             (None, Some(pipeline)) => steps.iter().try_for_each(|step| streamed::run(pipeline, *step, inputs, compute)),
+            (None, None) if steps.is_empty() => Ok(()),
             (None, None) => Err(no_ring()),
         }
     }
@@ -451,7 +525,11 @@ impl Optimizer {
 
     /// Why the state cannot be trusted, if it cannot.
     pub fn distrusted(&self) -> Option<String> {
-        self.lock().distrusted.clone()
+        let mut inner = self.lock();
+        if let Some(error) = self.overlap().and_then(Overlap::failed) {
+            inner.distrust(&error);
+        }
+        inner.distrusted.clone()
     }
 
     /// Refuses steps from now on: something wrong was written into the state.
@@ -461,24 +539,34 @@ impl Optimizer {
 
     /// Allows steps again: all of the state was loaded.
     pub fn trust(&self) {
-        self.lock().distrusted = None;
+        let mut inner = self.lock();
+        inner.distrusted = None;
+        if let Some(overlap) = self.overlap() {
+            overlap.forget_failure();
+        }
     }
 
     /// Blocks until a tensor's stores have ended; others go on. What the host updates is there when a step returns.
     pub fn settle(&self, table: usize, tensor: usize) -> Result<()> {
+        if let Some(overlap) = self.overlap() {
+            overlap.finish_tensor(table, tensor)?;
+        }
         let inner = self.lock();
         let (Some(pipeline), Some(table)) = (&inner.pipeline, inner.tables.get(table)) else { return Ok(()) };
+        if table.is_resident() {
+            return Ok(());
+        }
         (0..table.columns(tensor).len()).try_for_each(|index| pipeline.settle(&table.tensor(tensor, index)?))
     }
 
     /// Blocks until every store has ended.
     pub fn synchronize(&self) -> Result<()> {
-        self.lock().pipeline.as_ref().map_or(Ok(()), Pipeline::drain)
+        self.settled()?.pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain())
     }
 
     /// Returns when no save needs the present state any longer, so that the host may write into it.
     pub fn protect_all(&self) -> Result<()> {
-        self.lock().tables.iter().try_for_each(StateTable::protect_all)
+        self.settled()?.tables.iter().try_for_each(|table| table.protect_all())
     }
 
     /// Begins one snapshot of all state that these have in pinned memory. Copies of it take at most this many bytes.
@@ -496,7 +584,7 @@ impl Optimizer {
         let held = optimizers.iter().map(|optimizer| optimizer.open()).collect::<Result<Vec<_>>>()?;
         let (mut arenas, mut next) = (Vec::new(), Vec::new());
         for inner in &held {
-            inner.pipeline.as_ref().map_or(Ok(()), Pipeline::drain)?;
+            inner.pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain())?;
             for table in &inner.tables {
                 // An earlier one must have ended: a table remembers one only.
                 table.protect_all()?;
@@ -544,6 +632,8 @@ impl Optimizer {
     /// The last step in numbers, once its stores have ended.
     pub fn stats(&self) -> Result<OptimizerStats> {
         let inner = self.lock();
+        // A step that goes on or has failed has numbers too.
+        let _ = self.overlap().map(Overlap::finish);
         let streamed = match &inner.pipeline {
             None => RunStats::default(),
             Some(pipeline) => {
@@ -551,7 +641,7 @@ impl Optimizer {
                 pipeline.stats()
             }
         };
-        let waits = inner.tables.iter().map(StateTable::save_stalls);
+        let waits = inner.tables.iter().map(|table| table.save_stalls());
         let (save_stalls, save_stall_ns) = waits.fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
         let placement = self.options.placement;
         let settled = match placement.host_share() {
@@ -569,7 +659,7 @@ impl Optimizer {
         });
         Ok(OptimizerStats {
             streamed,
-            device_bytes: if inner.pipeline.is_some() { self.ring_bytes() } else { 0 },
+            device_bytes: inner.pipeline.as_ref().map_or(0, |pipeline| pipeline.bytes()),
             pinned_bytes: inner.pinned_bytes(),
             save_stalls,
             save_stall_ns,
@@ -591,13 +681,13 @@ impl Optimizer {
 
     /// The spans of the last step, after [`Self::synchronize`].
     pub fn trace(&self) -> Trace {
-        self.lock().pipeline.as_ref().map_or_else(Trace::default, Pipeline::trace)
+        self.lock().pipeline.as_ref().map_or_else(Trace::default, |pipeline| pipeline.trace())
     }
 
     /// Slots of the ring, and of the host's ring, that nobody owns: all of them between steps of all that share them.
     pub fn idle_slots(&self) -> (usize, usize) {
         let inner = self.lock();
-        let ring = inner.pipeline.as_ref().map_or(0, Pipeline::idle_slots);
+        let ring = inner.pipeline.as_ref().map_or(0, |pipeline| pipeline.idle_slots());
         (ring, inner.hybrid.as_ref().map_or(0, |hybrid| hybrid.lane().idle_slots()))
     }
 
@@ -611,7 +701,7 @@ impl Optimizer {
     pub fn touch(&self, others: Vec<Region>) -> Result<u64> {
         let inner = self.open()?;
         let Some(hybrid) = &inner.hybrid else { return Ok(0) };
-        let slabs = inner.tables.iter().filter_map(StateTable::slab).map(|slab| slab.buffer().all());
+        let slabs = inner.tables.iter().filter_map(|table| table.slab()).map(|slab| slab.buffer().all());
         let regions: Vec<Region> = others.into_iter().chain(slabs).collect();
         let work = regions.iter().map(|region| hybrid.lane().threads().touch(region));
         let work = work.collect::<std::result::Result<Vec<_>, _>>()?;
@@ -635,6 +725,9 @@ impl Optimizer {
     /// Frees state, and the rings if no other optimizer uses them. Memory that is still held elsewhere stays until it is not.
     pub fn close(&self) -> Result<()> {
         let mut inner = self.lock();
+        if let Some(overlap) = self.overlap() {
+            overlap.close();
+        }
         let drained = inner.drain();
         *inner = OptimizerInner { closed: true, ..OptimizerInner::default() };
         drained
