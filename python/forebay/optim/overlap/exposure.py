@@ -37,7 +37,7 @@ class Exposure:
     def wait(self, engine: _core.Optimizer, homes: list[tuple[int, int]] | None, stream: int) -> None:
         """Wait for updates, and note how long."""
         before = self._mark()
-        if not engine.overlap_wait(homes, stream):
+        if engine.overlap_wait(homes, stream) is False:
             if self._is_gpu:
                 self._spare.append(before)
             return

@@ -132,7 +132,7 @@ class Overlap:
             optimizer._release_ring()
         optimizer._options = replace(optimizer._options, slots=slots)
         if optimizer._engine is not None and not optimizer.is_closed:
-            optimizer._engine.set_slots(slots)
+            getattr(optimizer._engine, "set_slots", int)(slots)
         if had_ring:
             optimizer._restore_ring()
 
@@ -171,7 +171,12 @@ class Overlap:
             self.readers.follow_compiled()
         if not torch.is_grad_enabled() or self.is_begun or torch._C._current_graph_task_id() != -1:
             return
-        if not self.is_open or optimizer._engine is None:
+        self._prepare(optimizer)
+
+    def _prepare(self, optimizer: Optimizer) -> None:
+        """Create what state is missing, and follow changes."""
+        flat, homes = optimizer._flatten(), optimizer._homes
+        if flat is not self._flat or any(one.requires_grad and id(one) not in homes for one in flat.parameters):
             optimizer.prepare()
         self._follow(optimizer)
 
@@ -257,9 +262,7 @@ class Overlap:
                 "the last backward of a step was run already, and step() was not called; call step(), or zero_grad() to "
                 "give these gradients up"
             )
-        if not self.is_open:
-            optimizer.prepare()
-        self._follow(optimizer)
+        self._prepare(optimizer)
         self._check_late_reduction(optimizer)
         lands = optimizer._options.updates_on_host
         self._is_marked, self._is_left = True, lands
@@ -355,9 +358,11 @@ class Overlap:
         except (KeyError, RuntimeError, OptionError):
             return False
         known = self._looked
-        if known is not None and known.contiguous and looked.contiguous and known.same_memory(looked):
-            if known.dtypes == looked.dtypes:
-                return True
+        if any(one.requires_grad and id(one) not in optimizer._homes for one in flat.parameters):
+            return False
+        same = known is not None and known.contiguous and looked.contiguous and known.same_memory(looked)
+        if same and known is not None and known.dtypes == looked.dtypes:
+            return True
         if looked.overlap(None) is not None:
             return False
         self._looked = looked
