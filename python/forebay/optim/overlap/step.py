@@ -80,9 +80,13 @@ class Overlap:
         self._trained: dict[int, Trained] = {}
         self._hooks: dict[int, Any] = {}
         self._pending: dict[int, torch.Tensor] = {}
+        # Where the engine has the parameters that the step under way, or the last one, updates; by their ids.
+        self._updated: dict[int, Home] = {}
         # Gradients that the engine may still read.
         self._held: dict[Home, list[torch.Tensor]] = {}
         self._coefficient: torch.Tensor | None = None
+        # Of the step under way.
+        self._engine: _core.Optimizer | None = None
         self._numbers: list[list[float]] = []
         self._flat: Flat | None = None
         self._rest: Flat | None = None
@@ -107,10 +111,9 @@ class Overlap:
 
     @property
     def engine(self) -> _core.Optimizer:
-        """The optimizer's engine."""
-        found = self.optimizer._engine
-        assert found is not None
-        return found
+        """The engine of the step under way."""
+        assert self._engine is not None
+        return self._engine
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return what messages call a parameter."""
@@ -124,6 +127,23 @@ class Overlap:
         self._resize(optimizer, slots)
         self._follow(optimizer)
         optimizer._overlap = self
+        # Whatever is under way must not outlive the gradients that it reads.
+        self._finalizer = weakref.finalize(optimizer, self._outlive)
+        self._finalizer.atexit = False
+
+    def _outlive(self) -> None:
+        """Complete what is under way, and take all hooks off: the optimizer is gone."""
+        engine, self._engine = self._engine, None
+        if engine is not None and (self.is_open or self.is_begun):
+            with suppress(Error):
+                if self.is_begun:
+                    engine.overlap_abort()
+                engine.overlap_wait(None, stream_handle(self.compute))
+        self.is_begun = self.is_open = False
+        self._let_go(None)
+        self._held.clear()
+        self.readers.remove()
+        take_off(self._hooks)
 
     def _resize(self, optimizer: Optimizer, slots: int) -> None:
         """Give the ring another number of slots."""
@@ -218,21 +238,17 @@ class Overlap:
             self._wait(parameters, stream_handle(self.compute))
 
     def _homes(self, parameters: Iterable[torch.Tensor]) -> list[Home]:
-        found = (self._trained.get(id(parameter)) for parameter in parameters)
-        return [one.home for one in found if one is not None and one.home is not None]
+        return [self._updated[id(parameter)] for parameter in parameters if id(parameter) in self._updated]
 
     def _wait(self, parameters: Iterable[torch.Tensor] | None, stream: int) -> None:
-        optimizer = self._optimizer()
-        if optimizer is None or optimizer._engine is None or optimizer.is_closed:
-            self._let_go(parameters)
-            return
         if is_gpu(self.compute) and capturing():
             raise DeviceError(
                 "a parameter whose update is still to come is read while a CUDA graph is captured; call "
                 "optimizer.synchronize() before the capture"
             )
         homes = None if parameters is None else self._homes(parameters)
-        self.exposure.wait(optimizer._engine, homes, stream)
+        if homes is None or homes:
+            self.exposure.wait(self.engine, homes, stream)
         self._let_go(parameters)
 
     def _let_go(self, parameters: Iterable[torch.Tensor] | None) -> None:
@@ -337,8 +353,7 @@ class Overlap:
         if options.streams and not engine.has_ring:
             return False
         self._numbers = [optimizer.numbers(group) for group in optimizer.param_groups]
-        engine.overlap_begin(self._order_of(optimizer), self._numbers)
-        self._begun()
+        self._open(optimizer, engine)
         return True
 
     def _is_prepared(self, optimizer: Optimizer) -> bool:
@@ -429,7 +444,10 @@ class Overlap:
         inner = locals_of(parameters)
         if inner is not parameters:
             bump_versions(inner)
-        self._pending.update((id(parameter), parameter) for parameter in parameters)
+        for parameter in parameters:
+            home = self._trained[id(parameter)].home
+            assert home is not None
+            self._pending[id(parameter)], self._updated[id(parameter)] = parameter, home
         mark(parameters, weakref.ref(self))
 
     def _give_up(self) -> None:
@@ -452,8 +470,9 @@ class Overlap:
 
     def _abandon(self) -> None:
         """Hold no gradient and no parameter of a step any more."""
-        with suppress(Error):
-            self.engine.overlap_wait(None, stream_handle(self.compute))
+        if self._engine is not None:
+            with suppress(Error):
+                self._engine.overlap_wait(None, stream_handle(self.compute))
         self._let_go(None)
         self._held.clear()
         for one in self._all():
@@ -538,8 +557,8 @@ class Overlap:
         else:
             tensors, numbers, resident = self._nothing(optimizer), self._numbers, None
         if not self.is_begun:
-            engine.overlap_begin(self._order_of(optimizer), numbers)
-            self._begun()
+            self._numbers = numbers
+            self._open(optimizer, engine)
         stream, scale = stream_handle(self.compute), 0 if coefficient is None else address(coefficient)
         try:
             engine.overlap_commit(tensors, stream, scale, resident)
@@ -582,7 +601,11 @@ class Overlap:
             found.append((looked, looked, [0] * count))
         return found
 
-    def _begun(self) -> None:
+    def _open(self, optimizer: Optimizer, engine: _core.Optimizer) -> None:
+        """Open a step in the engine."""
+        self._engine = engine
+        self._updated.clear()
+        engine.overlap_begin(self._order_of(optimizer), self._numbers)
         self.is_begun, self.is_open = True, False
         self._freed = self._freed_before = 0
         self.exposure.begin()
@@ -641,6 +664,7 @@ class Overlap:
         if optimizer is not None and optimizer._overlap is self:
             self.check_between("remove()")
             self._end()
+            self._finalizer.detach()
             optimizer._overlap = None
             self._resize(optimizer, self._slots)
         self.readers.remove()
