@@ -15,13 +15,11 @@ import torch
 
 import forebay
 from forebay.optim.overlap.pending import Pending
-from support.optim import TINY
 from support.overlap import LateEngine, Run, adamw, batch, both, net
 from support.tensors import assert_same
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    pass
 
 Way = "Callable[[Run], list[torch.Tensor]]"
 
@@ -277,7 +275,14 @@ def test_what_reads_no_memory_does_not_wait(device: torch.device) -> None:
     parameter.grad = None
     parameter.requires_grad_()
     assert isinstance(parameter, torch.nn.Parameter)
-    assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias"]
+    assert [name for name, _ in model.named_parameters()] == [
+        "0.weight",
+        "0.bias",
+        "2.weight",
+        "2.bias",
+        "4.weight",
+        "4.bias",
+    ]
     assert isinstance(parameter, Pending)
     assert not isinstance(parameter + 1, Pending)
     assert not isinstance(parameter, Pending)
@@ -396,7 +401,7 @@ def test_an_optimizer_that_is_gone_leaves_a_model_that_can_be_read(device: torch
 def test_a_closed_optimizer_leaves_a_model_that_can_be_read(device: torch.device) -> None:
     def body(run: Run) -> None:
         run.train(3)
-        values = [parameter for parameter in run.model.parameters()]
+        values = list(run.model.parameters())
         run.optimizer.close()
         run.see(*values)
 

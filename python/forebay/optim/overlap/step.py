@@ -275,8 +275,8 @@ class Overlap:
             raise OptionError("last_backward cannot be nested")
         if self.is_begun or (self._awaits_step and any(one.parameter.grad is not None for one in self._all())):
             raise OptionError(
-                "the last backward of a step was run already, and step() was not called; call step(), or zero_grad() to "
-                "give these gradients up"
+                "the last backward of a step was run already, and step() was not called; call step(), or zero_grad() "
+                "to give these gradients up"
             )
         self._prepare(optimizer)
         self._check_late_reduction(optimizer)
@@ -305,7 +305,7 @@ class Overlap:
             self._checked = (flat, reducers)
 
     def final(self, parameter: torch.Tensor) -> None:
-        """Take a gradient, if this is the last backward before a step. Autograd calls this, perhaps in its own thread."""
+        """Take a gradient if this is the last backward before a step. Autograd calls this, also in its own threads."""
         one = self._trained.get(id(parameter))
         gradient = parameter.grad
         if one is None or gradient is None:
@@ -451,7 +451,7 @@ class Overlap:
         mark(parameters, weakref.ref(self))
 
     def _give_up(self) -> None:
-        """Forget a step whose backward has failed. If the engine has begun to update, the state is torn, and it says so."""
+        """Forget a step whose backward has failed. If updates have begun, the state is torn, and the engine says so."""
         self._is_left = False
         if not self.is_begun:
             return
@@ -527,13 +527,11 @@ class Overlap:
                 )
         numbers = [optimizer.numbers(group) for group in optimizer.param_groups]
         if numbers != self._numbers:
-            changed = next(
-                (i for i, pair in enumerate(zip(numbers, self._numbers, strict=False)) if len({*map(tuple, pair)}) > 1),
-                -1,
-            )
+            count = max(len(numbers), len(self._numbers))
+            changed = next(i for i in range(count) if numbers[i : i + 1] != self._numbers[i : i + 1])
             raise OptionError(
-                f"numbers of group {changed} were changed between the last backward and step(), and gradients were used "
-                "with the earlier ones; change lr and the like after step() or before the last backward"
+                f"numbers of group {changed} were changed between the last backward and step(), and gradients were "
+                "used with the earlier ones; change lr and the like after step() or before the last backward"
             )
 
     def _rest_of(self, flat: Flat, taken: list[Trained]) -> Flat:
@@ -674,8 +672,7 @@ class Overlap:
         """Return the numbers of the last step that Python knows."""
         return {
             "steps": self.steps,
-            "exposed_s": self.exposure.seconds(),
-            "waits": self.exposure.waits,
+            **self.exposure.stats(),
             "freed_bytes": self._freed_before,
             "held_bytes": sum(_bytes(gradient) for gradient in self._held.values()),
             "taken_in_backward": self.taken_in_backward,
