@@ -42,9 +42,9 @@ class LateEngine:
         self._kept.clear()
         self._engine.overlap_abort()
 
-    def overlap_updated(self, stream: int) -> list[tuple[int, int]]:
+    def overlap_updated(self) -> list[tuple[int, int]]:
         """Return nothing while something is kept."""
-        return self._engine.overlap_updated(stream) if not self._kept else []
+        return self._engine.overlap_updated() if not self._kept else []
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._engine, name)

@@ -5,8 +5,7 @@
   ``parameter.grad`` becomes a ``ConsumedGradient``. From then on the parameter is pending (see ``pending.py``), and
   reading it raises an error: it has neither its old value nor, before ``step``, a meaning.
 - ``step`` hands the other gradients over and returns. Reading a pending parameter now waits for its own update.
-- A gradient is held until the engine says that its update was submitted. The stream that allocated it then waits for
-  the update, so that torch's allocator may give the memory to the next kernel of that stream.
+- A gradient is held until its update has ended, or until torch's stream runs behind the update.
 
 Nothing here waits for the device, except on the CPU, which has no streams.
 """
@@ -152,7 +151,7 @@ class Overlap:
             optimizer._release_ring()
         optimizer._options = replace(optimizer._options, slots=slots)
         if optimizer._engine is not None and not optimizer.is_closed:
-            getattr(optimizer._engine, "set_slots", int)(slots)
+            optimizer._engine.set_slots(slots)
         if had_ring:
             optimizer._restore_ring()
 
@@ -222,7 +221,7 @@ class Overlap:
         """Make the current stream wait for the updates of a reader's parameters."""
         reader.step, reader.stream = self.steps, stream_handle(self.compute)
         self._wait(reader.parameters, reader.stream)
-        self._release(reader.stream)
+        self._release()
 
     def order(self, parameters: Iterable[torch.Tensor], stream: int) -> None:
         """Make another stream wait for the updates of parameters."""
@@ -256,11 +255,11 @@ class Overlap:
             if self._pending.pop(id(parameter), None) is not None:
                 restore(parameter)
 
-    def _release(self, stream: int) -> None:
-        """Drop the gradients whose updates were submitted; the stream now waits for these."""
+    def _release(self) -> None:
+        """Drop the gradients whose updates have ended."""
         if not self._held:
             return
-        for home in self.engine.overlap_updated(stream):
+        for home in self.engine.overlap_updated():
             gradient = self._held.pop(home, None)
             if gradient is not None:
                 self._freed += _bytes(gradient)
@@ -423,7 +422,7 @@ class Overlap:
         engine, stream, parameter = self.engine, stream_handle(self.compute), one.parameter
         # What is freed now is freed before the last gradient is final, unless this is the last.
         self._freed_before = self._freed
-        self._release(stream)
+        self._release()
         table, index = one.home
         columns = self._columns(one)
         engine.overlap_offer(table, index, one.weight, looked, one.group, stream, columns)
@@ -617,9 +616,8 @@ class Overlap:
     def _end(self) -> None:
         """Wait for what the last step has not updated yet, and drop its gradients."""
         if self.is_open:
-            stream = stream_handle(self.compute)
-            self._wait(None, stream)
-            self._release(stream)
+            # From here on the stream runs behind the updates, so torch may give it the memory of their gradients.
+            self._wait(None, stream_handle(self.compute))
             self.is_open = False
         self._held.clear()
 
