@@ -15,9 +15,6 @@ from support.tensors import assert_same
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-RING = 8 * TINY
-"""A small ring: the largest of these models' states goes through it many times."""
-
 
 class LateEngine:
     """An engine that is told of a step only when somebody waits for it: an update that is as late as it can be.
@@ -159,7 +156,9 @@ def both(
         one = model(device)
         run = Run(one, optimizer(one, **options))
         if overlaps:
-            run.handle = forebay.overlap_step(one, run.optimizer, overlap_bytes=RING, **(overlap or {}))
+            # A small ring: the largest of these models' states goes through it many times.
+            ring = 8 * options.get("chunk_bytes", TINY)
+            run.handle = forebay.overlap_step(one, run.optimizer, **{"overlap_bytes": ring, **(overlap or {})})
             if late:
                 run.optimizer.prepare()
                 run.optimizer._engine = LateEngine(run.optimizer._engine)

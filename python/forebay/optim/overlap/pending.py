@@ -15,6 +15,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from forebay.optim.overlap.getters import GETTERS, GRADIENT, METADATA
 
@@ -38,6 +39,8 @@ class Pending:
     __slots__ = ()
 
 
+# Left out of compiled graphs: a parameter that is pending when its module is first compiled.
+@_disable_dynamo
 def _torch_function(
     cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:

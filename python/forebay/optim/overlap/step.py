@@ -315,13 +315,13 @@ class Overlap:
                 f"a backward has made another gradient of {self.name_of(parameter)}, and the one before was taken by a "
                 "step that was not called; call step() after the last backward"
             )
+        if self.readers.calls(parameter) > 1 and (self.readers.is_sharded(parameter) or is_nested()):
+            # Its hook runs once for each call of its module, so this may not be the last time in this backward.
+            return
         if not self._is_last(one, gradient) or self._is_left:
             return
         if not self.is_begun and not self._begin():
             self._is_left = True
-            return
-        if self.readers.calls(parameter) > 1 and (self.readers.is_sharded(parameter) or is_nested()):
-            # Its hook runs once for each call of its module, so this may not be the last time.
             return
         self._take(one, gradient)
 
