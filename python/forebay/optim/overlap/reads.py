@@ -57,7 +57,8 @@ class Reader:
         elif overlap.is_begun:
             overlap.check_readable(self.parameters)
         if _graph_task() != -1:
-            # Recomputed in a backward.
+            # Recomputed, or gathered again.
+            overlap.in_backward = True
             return
         if overlap.in_backward:
             overlap.begin_pass()

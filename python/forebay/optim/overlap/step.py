@@ -68,7 +68,7 @@ class Overlap:
         self.is_begun, self.is_open = False, False
         # Steps, and passes since the beginning.
         self.steps, self.passes = 0, 0
-        # Whether a gradient became final since the last forward.
+        # Whether a backward has run since the last forward.
         self.in_backward = False
         # Whether this backward was marked as the last one.
         self._is_marked = False
@@ -198,6 +198,7 @@ class Overlap:
         if flat is not self._flat or any(one.requires_grad and id(one) not in homes for one in flat.parameters):
             optimizer.prepare()
         self._follow(optimizer)
+        self._check_late_reduction(optimizer)
 
     def begin_pass(self) -> None:
         """Count a new pass: a module is called after a backward."""
@@ -278,7 +279,6 @@ class Overlap:
                 "to give these gradients up"
             )
         self._prepare(optimizer)
-        self._check_late_reduction(optimizer)
         lands = optimizer._options.updates_on_host
         self._is_marked, self._is_left = True, lands
         try:
@@ -328,7 +328,7 @@ class Overlap:
     def _is_last(self, one: Trained, gradient: torch.Tensor) -> bool:
         if self.every is None or self._is_marked:
             return self._is_marked
-        backwards = one.count(local(gradient)) if self.every > 1 else 1
+        backwards = one.count(gradient) if self.every > 1 else 1
         if backwards > self.every:
             raise OptionError(
                 f"{backwards} backwards without a step, and accumulation_steps is {self.every}; call step() after each "

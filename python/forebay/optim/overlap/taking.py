@@ -47,10 +47,13 @@ class Trained:
 
     def count(self, gradient: torch.Tensor) -> int:
         """Count a backward, and return how many have added to this gradient."""
-        seen = (gradient.data_ptr(), gradient._version)
-        # Adding to a gradient is one change. After any other, as when it was dropped, the count starts again.
-        goes_on = seen == (self.seen[0], self.seen[1] + 1)
-        self.backwards, self.seen = self.backwards + 1 if goes_on else 1, seen
+        inner = local(gradient)
+        pointer, version = inner.data_ptr(), inner._version
+        # Adding to a gradient is one change. After any other, as when it was dropped, the count starts again. Gradients
+        # of FSDP2 share their memory and its count of changes.
+        changes = version - self.seen[1]
+        goes_on = pointer == self.seen[0] and (changes == 1 or (changes > 1 and inner is not gradient))
+        self.backwards, self.seen = self.backwards + 1 if goes_on else 1, (pointer, version)
         return self.backwards
 
     def fitting(self, gradient: torch.Tensor) -> _core.Looked | None:
