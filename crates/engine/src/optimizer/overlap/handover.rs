@@ -217,6 +217,8 @@ impl<M> Handover<M> {
         state.messages.clear();
         if let Err(error) = outcome {
             state.failed = Some(error);
+            // Who asks must be told.
+            self.quiet.store(false, Release);
         }
         drop(state);
         self.changed.notify_all();

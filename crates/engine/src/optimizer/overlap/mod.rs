@@ -147,7 +147,7 @@ impl Overlap {
         };
         let worker = Worker {
             device: device.clone(),
-            stream: device.urgent_stream("overlap")?,
+            stream: device.urgent_stream("updates")?,
             points: overlap.points.clone(),
             handover: overlap.handover.clone(),
             report: overlap.report.clone(),
@@ -214,13 +214,10 @@ impl Overlap {
         }
     }
 
-    /// The numbers of some tensors.
-    fn numbers(&self, homes: &[(usize, usize)]) -> Result<Vec<usize>> {
-        let layout = lock(&self.front).layout.clone();
-        homes
-            .iter()
-            .map(|&(table, tensor)| layout.number(table, tensor).ok_or_else(|| unknown(table, tensor)))
-            .collect()
+    /// The numbers of some tensors. Those that were added since have no update that anybody could wait for.
+    fn numbers(&self, homes: &[(usize, usize)]) -> Vec<usize> {
+        let front = lock(&self.front);
+        homes.iter().filter_map(|&(table, tensor)| front.layout.number(table, tensor)).collect()
     }
 
     /// Orders a stream behind all updates that were submitted.
@@ -509,7 +506,7 @@ impl Optimizer {
         if overlap.handover.is_quiet() {
             return Ok(false);
         }
-        let tensors = homes.map(|homes| overlap.numbers(homes)).transpose()?;
+        let tensors = homes.map(|homes| overlap.numbers(homes));
         let (point, waited) = overlap.handover.wait(tensors.as_deref())?;
         let stream = stream.filter(|_| !lock(&overlap.front).on_host);
         let under_way = overlap.order(point, stream)?;
