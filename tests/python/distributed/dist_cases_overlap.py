@@ -364,7 +364,4 @@ def what_reduces_late_is_refused() -> None:
     forebay.overlap_step(net, optimizer, accumulation_steps=1)
     wrapped = DistributedDataParallel(net)
     with pytest.raises(forebay.OptionError, match="DistributedDataParallel"):
-        for step in range(2):
-            backward(wrapped, step)
-            optimizer.step()
-            optimizer.zero_grad()
+        backward(wrapped, 0)

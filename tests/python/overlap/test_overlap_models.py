@@ -133,7 +133,7 @@ def test_a_shared_weight_used_without_its_module_is_exact_or_refused(device: tor
     optimizer = adamw(model)
     forebay.overlap_step(model, optimizer)
     loss = model(batch(1, model)).sum()
-    with pytest.raises(forebay.OptionError, match="a backward adds to it|is read between"), optimizer.last_backward():
+    with pytest.raises(forebay.OptionError, match=r"a backward adds to it|is read between"), optimizer.last_backward():
         loss.backward()
 
 

@@ -11,6 +11,7 @@ from forebay._wrapped import bare
 from forebay.errors import OptionError
 from forebay.optim.backward import late, refuse_late_reduction
 from forebay.optim.base import Optimizer
+from forebay.optim.overlap.explain import explained
 from forebay.optim.overlap.step import Overlap
 
 if TYPE_CHECKING:
@@ -49,8 +50,7 @@ def overlap_step(
     accumulation_steps
         How many backwards make a step. None if ``last_backward`` marks the last one.
     speculate
-        With ``max_grad_norm``: run updates in backward on a second copy of the state, as if nothing were clipped, and
-        keep them if nothing is.
+        Not available yet; True raises an error.
     overlap_bytes
         GPU memory of the ring through which state streams while updates are hidden.
 
@@ -67,6 +67,11 @@ def overlap_step(
         raise OptionError(f"overlap_step cannot take {type(inner).__name__}: {remedy}")
     if inner._overlap is not None:
         raise OptionError(f"{inner._label} is overlapped already; call remove() on the handle first, or keep it")
+    if speculate:
+        raise OptionError(
+            "speculate=True is not available in this version; leave it out: with max_grad_norm updates run under the "
+            "next forward, and without it under backward"
+        )
     every = whole("accumulation_steps", accumulation_steps, 1, optional=True)
     options = inner._options
     least = 2 * options.chunk_bytes
@@ -139,10 +144,13 @@ class OverlappedStep:
         return self._overlap.stats()
 
     def plan(self) -> list[dict[str, Any]]:
-        """Return the parts of the last step in the order in which they ran."""
-        plan: list[dict[str, Any]] = self._overlap.engine.overlap_plan()
-        return plan
+        """Return the parts of the last step: those that ran in their order, then the others.
+
+        Each has ``tensors`` (the parameters' names), ``bytes``, ``position``, ``submitted_ns`` since the step began
+        and ``late``: whether it was submitted after ``step`` was called.
+        """
+        return self._overlap.plan()
 
     def explain(self) -> str:
-        """Return the plan of the last step as text."""
-        return ""
+        """Return the plan of the last step as text: what ran in which order, when, and what it was waiting for."""
+        return explained(self._overlap.stats(), self.plan())

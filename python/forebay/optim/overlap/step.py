@@ -667,15 +667,38 @@ class Overlap:
         take_off(self._hooks)
 
     def stats(self) -> dict[str, float | int]:
-        """Return the numbers of the last step that Python knows."""
-        return {
+        """Return the numbers of the last step; see ``OverlappedStep.stats``."""
+        engine = self._engine
+        optimizer = self._optimizer()
+        found: dict[str, float | int] = {
             "steps": self.steps,
             **self.exposure.stats(),
             "freed_bytes": self._freed_before,
             "held_bytes": sum(_bytes(gradient) for gradient in self._held.values()),
             "taken_in_backward": self.taken_in_backward,
             "waited_in_step": self.waited_in_step,
+            "speculated": 0,
+            "accepted": 0,
+            "pinned_bytes": 0,
+            "device_bytes": 0,
         }
+        if engine is not None and optimizer is not None and not optimizer.is_closed and not optimizer._is_inherited():
+            others = engine.overlap_stats()
+            found = {**others, **found}
+            found["device_bytes"] = found["ring_bytes"] = others.get("ring_bytes", 0)
+            found["pinned_bytes"] = engine.pinned_bytes()
+        return found
+
+    def plan(self) -> list[dict[str, Any]]:
+        """Return the parts of the last step, with the names of their parameters."""
+        optimizer, engine = self._optimizer(), self._engine
+        if optimizer is None or engine is None:
+            return []
+        rows: list[dict[str, Any]] = engine.overlap_plan()
+        names = {home: self.name_of(one.parameter) for one in self._all() if (home := one.home) is not None}
+        return [
+            {**row, "tensors": [names.get((row["table"], tensor), "?") for tensor in row["tensors"]]} for row in rows
+        ]
 
 
 def _bytes(gradient: list[torch.Tensor]) -> int:
