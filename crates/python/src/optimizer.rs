@@ -189,6 +189,11 @@ impl Optimizer {
         guard::call(py, || self.inner.fail_next_host_update())
     }
 
+    /// Bytes that are pinned for it. Waits for nothing.
+    fn pinned_bytes(&self, py: Python<'_>) -> PyResult<u64> {
+        guard::call(py, || self.inner.pinned_bytes())
+    }
+
     /// Allocations, slabs, streams and events made on the device so far; constant from the second step on.
     fn resources_made(&self) -> u64 {
         self.inner.device().counters().total()

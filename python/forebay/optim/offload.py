@@ -208,6 +208,8 @@ def restore(optimizer: O) -> O:
         raise OptionError(f"torch has no counterpart of {inner._label}; keep it, or read its state with state_dict")
     inner.check_trusted("restored")
     inner._check_available()
+    if inner._overlap is not None:
+        inner._overlap.remove()
     state = inner.state.__class__.plain(inner.state)
     for group in inner.param_groups:
         for parameter in group["params"]:

@@ -31,6 +31,7 @@ MODULES = {
     "async": ("dist_cases_async", "dist_cases_async_calls", "dist_cases_async_killed"),
     "interrupts": ("dist_cases_interrupts",),
     "placed": ("dist_cases_placed",),
+    "overlap": ("dist_cases_overlap",),
 }
 """Where the cases are in the folder ``distributed``, by what the ranks need."""
 
