@@ -104,6 +104,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
     say_where = f"{SHAPES[name].label}: {model.count / 1e9:.3g}e9 parameters, ready after {found['model_s']:.1f} s"
     print(say_where, file=sys.stderr, flush=True)
+    if spec["profile"] and device.type == "cuda":
+        timeline.load()
     work = check_rows if options.check else time_rows
     work(model, options, found, start)
     faulthandler.cancel_dump_traceback_later()
@@ -139,7 +141,6 @@ def time_rows(model: Trained, options: argparse.Namespace, found: dict[str, Any]
         row["overlap"] = ROWS[name].overlap
         try:
             row |= overlap_rows.measure(model, name, found["options"])
-            overlap_rows.against(name, row, found)
         except machine_rows.CannotRunError as reason:
             row["cannot_run"] = str(reason)
         except Exception as error:
@@ -149,6 +150,9 @@ def time_rows(model: Trained, options: argparse.Namespace, found: dict[str, Any]
         row["row_s"] = time.perf_counter() - begun
         longest = max(longest, row["row_s"])
         found["rows"].append(row)
+        # Again for all: what they are compared with may be the one that has just run.
+        for done in found["rows"]:
+            overlap_rows.against(done, found)
         write(found, options.json)
         shown = f"{row['median_step_s'] * 1e3:.1f} ms" if "median_step_s" in row else why_not(row)
         print(f"{row['label']}: {shown}; {row['row_s']:.1f} s", file=sys.stderr, flush=True)
@@ -206,7 +210,7 @@ def times(row: dict[str, Any]) -> list[str]:
         number(row.get("times_resident"), 3),
         number(row.get("goal"), 2),
         ms(row.get("floor_step_s")),
-        *(ms(row[f"{part}_s"]) for part in ("forward", "backward", "step")),
+        *(ms(row["parts_s"][part]) for part in ("forward", "backward", "step")),
         ms(row["call_s"]),
         *reasons(row),
     ]

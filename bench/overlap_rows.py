@@ -49,6 +49,8 @@ class Row:
     resident: str = "resident"
     # The most times the resident row that is aimed at.
     goal: float | None = None
+    # Whether a plain row is profiled too; overlapped ones are.
+    profiled: bool = False
 
     @property
     def marks(self) -> bool:
@@ -73,7 +75,7 @@ BOTH = ("3b", "7b")
 ROWS = {
     "passes": Row("forward and backward alone", None),
     "resident": Row("resident", {"placement": "resident"}, models=BOTH),
-    "stream": Row("stream, plain"),
+    "stream": Row("stream, plain", profiled=True),
     "overlap-64": overlapped("overlapped, 64 MiB", "backward", overlap={"overlap_bytes": 64 * MIB}, goal=1.12),
     "overlap": overlapped("overlapped, 256 MiB", "backward", models=BOTH, goal=1.12),
     "overlap-4gib": overlapped(
@@ -268,9 +270,9 @@ def measure(model: Trained, name: str, spec: dict[str, Any]) -> dict[str, Any]:
         memory.look()
         step_s, stats, explained = marks.steps(warmup), run.stats(), explanation(run)
         call_s, idle = run.call_s[-spec["steps"] :], run.idle[-spec["steps"] :]
-        shown = timeline.record(run, tokens) if spec["profile"] else None
+        peak = memory.peak()
+        shown = timeline.record(run, tokens) if spec["profile"] and (row.overlap or row.profiled) else None
         start = time.perf_counter()
-    peak = memory.peak()
     peak_bytes = None if peak["torch_peak_bytes"] is None else memory.allocated + peak["torch_peak_bytes"]
     return {
         "tokens": tokens.numel(),
@@ -279,7 +281,7 @@ def measure(model: Trained, name: str, spec: dict[str, Any]) -> dict[str, Any]:
         "median_step_s": statistics.median(step_s),
         # All steps after the first, from the first call until everything is done.
         "wall_step_s": wall_s / (warmup + spec["steps"]),
-        **{f"{what}_s": statistics.median(marks.seconds(what, warmup)) for what in ("forward", "backward", "step")},
+        "parts_s": {part: statistics.median(marks.seconds(part, warmup)) for part in ("forward", "backward", "step")},
         "call_s": statistics.median(call_s),
         "steps_idle_at_return": sum(idle),
         "first_loss": float(losses[0]),
@@ -324,14 +326,14 @@ def wire(device: torch.device) -> float | None:
     return best
 
 
-def against(name: str, row: dict[str, Any], found: dict[str, Any]) -> None:
+def against(row: dict[str, Any], found: dict[str, Any]) -> None:
     """Add what the resident row of the same run and the wire say about a row."""
-    spec = ROWS[name]
-    row["goal"] = (GOALS_7B if found["model"] == "7b" else {}).get(name, spec.goal)
-    resident = next((other for other in [*found["rows"], row] if other["name"] == spec.resident), {})
-    if "median_step_s" not in resident:
+    spec = ROWS[row["name"]]
+    row["goal"] = (GOALS_7B if found["model"] == "7b" else {}).get(row["name"], spec.goal)
+    resident = next((other for other in found["rows"] if other["name"] == spec.resident), {})
+    if "median_step_s" not in resident or "median_step_s" not in row:
         return
-    forward_s, backward_s = resident["forward_s"], resident["backward_s"]
+    forward_s, backward_s = (resident["parts_s"][part] for part in ("forward", "backward"))
     row["times_resident"] = row["median_step_s"] / resident["median_step_s"]
     row["beyond_passes_s"] = row["median_step_s"] - forward_s - backward_s
     if row["peak_bytes"] is not None:

@@ -1,4 +1,4 @@
-"""What the GPU did in one of several back-to-back steps: lanes of bars, and why torch's stream was idle.
+"""What the GPU did in the last of several back-to-back steps: lanes of bars, and why torch's stream was idle.
 
 On a GPU the bars are what torch's profiler saw, which is every kernel and copy of the process. On the CPU they are the
 parts of the step by the host's clock, and the chunks of the handle's plan.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+import traceback
 from bisect import bisect_right
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +21,8 @@ LANES = ("compute", "fetch", "update", "store")
 REASONS = ("tail", "wire", "host")
 # Kernels of the engine's rules. All others on torch's stream are the model's.
 RULES = ("adamw", "adam", "sgd", "lion")
-STEPS = 3
+# The one shown is the last: the first finds nothing under way.
+STEPS = 2
 # Before torch's stream has worked this long in a forward, it waits for what is needed first.
 FIRST_S = 1e-3
 # The launch of a kernel after another leaves a gap that is no wait.
@@ -58,8 +60,19 @@ class HostClock:
 
 
 def record(run: Any, tokens: torch.Tensor) -> dict[str, Any] | None:
-    """Run a few more steps and return what happened in the one before the last."""
-    return on_gpu(run, tokens) if run.device.type == "cuda" else on_cpu(run, tokens)
+    """Run a few more steps and return what happened in the last one; nothing if the profiler failed."""
+    try:
+        return on_gpu(run, tokens) if run.device.type == "cuda" else on_cpu(run, tokens)
+    except Exception:
+        # The row's times are taken already.
+        traceback.print_exc()
+        return None
+
+
+def load() -> None:
+    """Let torch load its profiler, which makes launches slower from then on: all rows are to be alike."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]):
+        torch.zeros(1, device="cuda")
 
 
 def on_gpu(run: Any, tokens: torch.Tensor) -> dict[str, Any]:
@@ -86,8 +99,8 @@ def from_trace(events: list[dict[str, Any]], names: list[str]) -> dict[str, Any]
         raise AssertionError(f"{len(spins)} of {len(names)} markers are in the profile")
     torchs = spins[0]["args"]["stream"]
     starts = [float(event["ts"]) / 1e6 for event in spins]
-    # The parts of the step before the last one, and where the next step begins.
-    shown = 3 * (STEPS - 2)
+    # The parts of the last step, and where the next one would begin.
+    shown = 3 * (STEPS - 1)
     origin, end = starts[shown], starts[shown + 3]
     parts = [(names[i], starts[i] - origin, starts[i + 1] - origin) for i in range(shown, shown + 3)]
     lanes: dict[str, list[Span]] = {lane: [] for lane in LANES}
@@ -196,7 +209,7 @@ def on_cpu(run: Any, tokens: torch.Tensor) -> dict[str, Any]:
         run.step(tokens, clock)
     clock.mark("end")
     run.settle()
-    shown = 3 * (STEPS - 2)
+    shown = 3 * (STEPS - 1)
     origin = clock.points[shown][1]
     moments = [(name, (at - origin) / 1e9) for name, at in clock.points[shown : shown + 4]]
     parts = [(name, at, until) for (name, at), (_, until) in pairwise(moments)]
