@@ -215,5 +215,12 @@ def on_cpu(run: Any, tokens: torch.Tensor) -> dict[str, Any]:
     parts = [(name, at, until) for (name, at), (_, until) in pairwise(moments)]
     lanes: dict[str, list[Span]] = {lane: [] for lane in LANES}
     lanes["compute"] = [(at, until) for name, at, until in parts if name != "step"]
-    lanes["update"] = [(at, until) for name, at, until in parts if name == "step"]
+    if run.handle is None:
+        lanes["update"] = [(at, until) for name, at, until in parts if name == "step"]
+    else:
+        # The engine's step begins with the backward. What runs after the next forward has begun is shown where the same
+        # of the step before ran.
+        begin, step_s = parts[1][1], parts[-1][2]
+        submitted = sorted(unit["submitted_ns"] / 1e9 for unit in run.handle.plan() if unit["submitted_ns"] is not None)
+        lanes["update"] = [(at, at + step_s * NEAR) for at in ((begin + after) % step_s for after in submitted)]
     return lay_out(lanes, parts)
