@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from forebay.moving import move
     from forebay.optim import *  # noqa: F403
     from forebay.optim.offload import offload, restore
+    from forebay.optim.overlap import OverlappedStep, overlap_step
     from forebay.sleep import Sleeper
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "InternalError",
     "OptionError",
     "OutOfMemoryError",
+    "OverlappedStep",
     "Sleeper",
     "StorageError",
     "__version__",
@@ -50,6 +52,7 @@ __all__ = [
     "offload",
     "offload_activations",
     "optim",
+    "overlap_step",
     "probe",
     "restore",
     "save_on_host",
@@ -72,6 +75,10 @@ def __getattr__(name: str) -> Any:
         from forebay.optim import offload as module
 
         return getattr(module, name)
+    if name in ("OverlappedStep", "overlap_step"):
+        from forebay.optim import overlap
+
+        return getattr(overlap, name)
     if name == "move":
         from forebay.moving import move
 

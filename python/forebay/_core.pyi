@@ -531,6 +531,45 @@ class Optimizer:
         """
         Make the ring in memory that `owner` keeps alive, or on the device itself where the address is 0.
         """
+    def overlap_abort(self, /) -> None:
+        """
+        Give an open step up; an error if some of it was submitted.
+        """
+    def overlap_begin(self, /, order: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]], hypers: SupportsGetItem[int, SupportsGetItem[int, SupportsFloat | SupportsIndex]], speculative: bool = False) -> None:
+        """
+        Open an overlapped step. `order` has a number for each tensor of each table: smaller is needed earlier by the next
+        forward.
+        """
+    def overlap_commit(self, /, tensors: SupportsGetItem[int, tuple[Looked, Looked, SupportsGetItem[int, SupportsIndex]]], stream: SupportsIndex, grad_scale: SupportsIndex = 0, resident: SupportsGetItem[int, SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]]] | None = None) -> None:
+        """
+        Hand over all gradients that were not offered, as `step` takes them, and return at once.
+        """
+    def overlap_finish(self, /) -> None:
+        """
+        Block until everything that was committed was submitted.
+        """
+    def overlap_offer(self, /, table: SupportsIndex, tensor: SupportsIndex, weight: Looked, grad: Looked, group: SupportsIndex, stream: SupportsIndex, resident: SupportsGetItem[int, SupportsIndex] = ...) -> None:
+        """
+        Hand over a gradient that is final when what `stream` was given so far has ended. Never waits for the device.
+        `resident` has the addresses of the tensor's columns if its state is on the device.
+        """
+    def overlap_plan(self, /) -> "list[dict[str, Any]]":
+        """
+        The units of the overlapped step under way, or of the last one: in the order in which they ran, then the others.
+        """
+    def overlap_stats(self, /) -> "dict[str, int]":
+        """
+        The overlapped step under way, or the last one, in numbers.
+        """
+    def overlap_updated(self, /, stream: SupportsIndex) -> list[tuple[int, int]]:
+        """
+        Tensors (table and place) that were updated since the last call. What `stream` gets from now on runs after these
+        updates, so their gradients may be freed in its order. Where torch has no streams: tensors whose updates have ended.
+        """
+    def overlap_wait(self, /, homes: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] | None, stream: SupportsIndex) -> None:
+        """
+        Return when the updates of these tensors, or of all, were submitted; `stream` then waits for them.
+        """
     def protect_all(self, /) -> None:
         """
         Return when the host may write into the state, as far as a save is concerned.

@@ -146,11 +146,11 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def mark(self) -> Any:
-        """Return a mark at this moment."""
+    def mark(self, spare: Any = None) -> Any:
+        """Return a mark at this moment; a mark that is not needed any more may be used again for it."""
         if not is_gpu(self.device):
             return time.perf_counter_ns()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = spare or torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
 

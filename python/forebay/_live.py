@@ -122,6 +122,12 @@ def _leave_to_parent() -> None:
         live.written.set()
 
 
+def is_live(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a save reads an optimizer's parameters or state in place now."""
+    live = _live_of(bare(optimizer))
+    return live is not None and not live.written.is_set()
+
+
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 

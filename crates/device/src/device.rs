@@ -49,6 +49,11 @@ pub trait Device: Send + Sync + fmt::Debug {
     /// Makes a stream.
     fn stream(&self, name: &str) -> Result<Stream>;
 
+    /// Makes a stream whose kernels begin before waiting kernels of other streams, where the backend has priorities.
+    fn urgent_stream(&self, name: &str) -> Result<Stream> {
+        self.stream(name)
+    }
+
     /// Names a stream that other code made: torch's current stream, for example.
     ///
     /// # Safety

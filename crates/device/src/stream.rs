@@ -35,6 +35,15 @@ impl Stream {
         &self.name
     }
 
+    /// Whether both name one queue. A borrowed stream is named anew in each call.
+    pub fn is_same(&self, other: &Self) -> bool {
+        match (&self.kind, &other.kind) {
+            (StreamKind::Cpu(own), StreamKind::Cpu(other)) => Arc::ptr_eq(own, other),
+            (StreamKind::Cuda(own), StreamKind::Cuda(of)) => own.raw == of.raw && self.device == other.device,
+            _ => false,
+        }
+    }
+
     #[cfg(feature = "testing")]
     pub(crate) fn key(&self) -> u64 {
         self.key

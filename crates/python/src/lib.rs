@@ -16,6 +16,7 @@ mod inputs;
 mod looked;
 mod measure;
 mod optimizer;
+mod overlap;
 mod rule;
 mod sleep;
 mod testing;

@@ -16,7 +16,7 @@ use crate::torch::{self, HostView};
 /// An optimizer: its state and its step.
 #[pyclass(frozen)]
 pub(crate) struct Optimizer {
-    inner: optimizer::Optimizer,
+    pub(crate) inner: optimizer::Optimizer,
 }
 
 impl Optimizer {

@@ -11,7 +11,7 @@ import os
 import time
 import warnings
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -33,6 +33,7 @@ from forebay._tensors import (
 from forebay.errors import CheckpointError, DeviceError, OptionError
 from forebay.optim.amp import unscale
 from forebay.optim.backward import Landed, last_backward
+from forebay.optim.clip import Clip
 from forebay.optim.create import create
 from forebay.optim.gather import Flat, Found, Table
 from forebay.optim.load import load
@@ -44,15 +45,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from contextlib import AbstractContextManager
 
-
-@dataclass(frozen=True)
-class Clip:
-    """How a step clips the gradients' norm."""
-
-    # The factor of all gradients, an f32 on the device; None for no clipping.
-    coefficient: torch.Tensor | None = None
-    # Whether the norm is not finite and the step is skipped.
-    skips: bool = False
+    from forebay.optim.gather import Tensors
+    from forebay.optim.overlap.step import Overlap
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -188,6 +182,8 @@ class Optimizer(torch.optim.Optimizer):
         self._apart: _core.Looked | None = None
         self._flat: Flat | None = None
         self._landed = Landed()
+        # What ``overlap_step`` has put around backward and step.
+        self._overlap: Overlap | None = None
         self._grad_norm: torch.Tensor | None = None
         self._has_stepped = False
         self._step_s = 0.0
@@ -303,6 +299,8 @@ class Optimizer(torch.optim.Optimizer):
             return type(self).step.__wrapped__(self, closure)
         loss = None
         if closure is not None:
+            if self._overlap is not None:
+                raise OptionError("step(closure) is not supported under overlap_step: call step() after a backward")
             with torch.enable_grad():
                 loss = closure()
         self._take_step()
@@ -328,11 +326,14 @@ class Optimizer(torch.optim.Optimizer):
     def _take_step(self) -> None:
         start = time.perf_counter()
         self.check_trusted("stepped")
+        if self._overlap is not None:
+            self._overlap.step()
+            return
         engine, compute = self._open()
         if not unscale(self):
             self._landed.forget(engine)
             return
-        found = self._collect(compute)
+        found = self._collect(compute, self._flatten())
         clip = self._clip(found.gradients, compute) if found.parameters else Clip(skips=True)
         if clip.skips:
             self._landed.forget(engine)
@@ -355,17 +356,19 @@ class Optimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do the same as torch. Also drop gradients that ``last_backward`` copied."""
+        if self._overlap is not None:
+            self._overlap.before_zero_grad(set_to_none)
         super().zero_grad(set_to_none)
         if self._engine is not None and not self._is_inherited():
             self._landed.forget(self._engine)
 
     # The parts of a step.
 
-    def _collect(self, compute: torch.device) -> Found:
+    def _collect(self, compute: torch.device, flat: Flat) -> Found:
         """Return the parameters that have a gradient, checked before anything is changed."""
         for group in self.param_groups:
             self._check_group(group)
-        found = Found(self._flatten(), self._options.grad_source)
+        found = Found(flat, self._options.grad_source)
         if not found.read(compute.index if is_gpu(compute) else -1):
             self._explain(found, compute)
         return found
@@ -402,6 +405,14 @@ class Optimizer(torch.optim.Optimizer):
 
     def _update(self, engine: _core.Optimizer, compute: torch.device, found: Found, clip: Clip) -> None:
         """Let the engine update the parameters, after the checks that need its state."""
+        tensors, numbers, resident = self._inputs(engine, compute, found)
+        scale = 0 if clip.coefficient is None else address(clip.coefficient)
+        engine.step(tensors, numbers, stream_handle(compute), scale, resident)
+
+    def _inputs(
+        self, engine: _core.Optimizer, compute: torch.device, found: Found
+    ) -> tuple[list[Tensors], list[list[float]], list[list[list[int]]] | None]:
+        """Return what a step gives the engine: tensors, the groups' numbers, and the addresses of resident state."""
         assert found.properties is not None
         self._open_ring(engine, compute)
         table = found.flat.table if found.whole else None
@@ -416,9 +427,7 @@ class Optimizer(torch.optim.Optimizer):
         tensors = found.tensors_of(self._tables, homes)
         self._check_apart(found)
         numbers = [self.numbers(group) for group in self.param_groups]
-        scale = 0 if clip.coefficient is None else address(clip.coefficient)
-        resident = self._addresses(found) if self._options.is_resident else None
-        engine.step(tensors, numbers, stream_handle(compute), scale, resident)
+        return tensors, numbers, self._addresses(found) if self._options.is_resident else None
 
     def _created_as(
         self, table: Table | None, homes: list[tuple[int, int]] | None
@@ -676,7 +685,7 @@ class Optimizer(torch.optim.Optimizer):
         gradients later, it raises an error. Memory for the copies is pinned at the first use: as many bytes as the
         gradients have.
         """
-        return last_backward(self)
+        return last_backward(self) if self._overlap is None else self._overlap.last_backward()
 
     # Failure, and the end.
 
@@ -703,6 +712,8 @@ class Optimizer(torch.optim.Optimizer):
                 # An optimizer that was never used has nothing to free. A new engine records that it is closed.
                 self._engine, self._process = self._options.open(engine_name(CPU), self._rule.name), os.getpid()
             self._landed.forget(self._engine)
+            if self._overlap is not None:
+                self._overlap.close()
             self._engine.close()
         self._landed.close()
         self.state.forget_taken()

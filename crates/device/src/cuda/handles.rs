@@ -33,6 +33,21 @@ impl CudaStream {
         Ok(Self { raw, owner: Some(context.clone()) })
     }
 
+    /// The same with the greatest priority that the device has.
+    pub(crate) fn create_urgent(context: &Arc<Context>) -> Result<Self> {
+        let (mut raw, mut least, mut greatest) = (std::ptr::null_mut(), 0, 0);
+        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: writes two numbers; the context is bound.
+        context.call("cuCtxGetStreamPriorityRange", || unsafe {
+            sys::cuCtxGetStreamPriorityRange(&mut least, &mut greatest)
+        })?;
+        // SAFETY: writes one handle; the context is bound.
+        context.call("cuStreamCreateWithPriority", || unsafe {
+            sys::cuStreamCreateWithPriority(&mut raw, flags, greatest)
+        })?;
+        Ok(Self { raw, owner: Some(context.clone()) })
+    }
+
     /// Names a stream that other code made.
     pub(crate) fn borrow(handle: usize) -> Self {
         Self { raw: handle as sys::CUstream, owner: None }

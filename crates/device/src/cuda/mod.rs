@@ -154,6 +154,12 @@ impl Device for CudaDevice {
         Ok(Stream::new(StreamKind::Cuda(Arc::new(stream)), self.info.id, name))
     }
 
+    fn urgent_stream(&self, name: &str) -> Result<Stream> {
+        let stream = CudaStream::create_urgent(&self.context)?;
+        self.ledger.count_stream();
+        Ok(Stream::new(StreamKind::Cuda(Arc::new(stream)), self.info.id, name))
+    }
+
     #[expect(unsafe_code, reason = "declared unsafe by the contract; the caller vouches for the handle")]
     unsafe fn borrow_stream(&self, handle: usize, name: &str) -> Result<Stream> {
         Ok(Stream::new(StreamKind::Cuda(Arc::new(CudaStream::borrow(handle))), self.info.id, name))

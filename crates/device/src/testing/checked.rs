@@ -215,6 +215,9 @@ impl Device for Checked {
     fn stream(&self, name: &str) -> Result<Stream> {
         self.inner.stream(name)
     }
+    fn urgent_stream(&self, name: &str) -> Result<Stream> {
+        self.inner.urgent_stream(name)
+    }
     #[expect(unsafe_code, reason = "passes the caller's promise on")]
     unsafe fn borrow_stream(&self, handle: usize, name: &str) -> Result<Stream> {
         // SAFETY: the caller's promise, unchanged.

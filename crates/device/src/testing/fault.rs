@@ -17,7 +17,7 @@ pub enum Call {
     Alloc,
     /// [`Device::pin`].
     Pin,
-    /// [`Device::stream`].
+    /// [`Device::stream`] and [`Device::urgent_stream`].
     Stream,
     /// [`Device::event`] and [`Device::timed_event`].
     Event,
@@ -160,6 +160,10 @@ impl Device for Fault {
     fn stream(&self, name: &str) -> Result<Stream> {
         self.misbehave(Call::Stream, None)?;
         self.inner.stream(name)
+    }
+    fn urgent_stream(&self, name: &str) -> Result<Stream> {
+        self.misbehave(Call::Stream, None)?;
+        self.inner.urgent_stream(name)
     }
     #[expect(unsafe_code, reason = "passes the caller's promise on")]
     unsafe fn borrow_stream(&self, handle: usize, name: &str) -> Result<Stream> {

@@ -335,6 +335,13 @@ impl Pipeline {
         slot.end = end;
     }
 
+    /// Makes a stream wait for all stores that were submitted so far.
+    pub(crate) fn after_stores(&self, stream: &Stream) -> Result<()> {
+        let stored = self.core.marks.take()?;
+        stored.record(&self.core.store)?;
+        stored.wait(stream)
+    }
+
     /// Blocks until the stores under way into a region have ended; other stores go on.
     pub fn settle(&self, region: &Region) -> Result<()> {
         for stored in self.core.stores_of(std::slice::from_ref(region)) {

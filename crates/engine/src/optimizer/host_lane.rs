@@ -25,9 +25,9 @@
 
 use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::mpsc::Sender;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use forebay_device::{
@@ -105,7 +105,7 @@ pub(super) struct HostLane {
     threads: Arc<HostThreads>,
     streams: Arc<LaneStreams>,
     /// `None` if all parameters lie on the host.
-    slots: Option<HostSlots>,
+    slots: OnceLock<HostSlots>,
     slot_bytes: u64,
     /// What the caller's stream had reached when the step began; and the end of the last copy up.
     ready: Arc<Mark>,
@@ -176,10 +176,10 @@ impl HostLane {
     pub(super) fn new(memory: &Allocator, options: &HostOptions, slots: usize, slot_bytes: u64) -> Result<Self> {
         let device = memory.device().clone();
         let marks = Marks::new(device.clone());
-        let mut lane = Self {
+        let lane = Self {
             threads: HostThreads::shared(options)?,
             streams: LaneStreams::of(&device)?,
-            slots: None,
+            slots: OnceLock::new(),
             slot_bytes,
             ready: marks.take()?,
             ended: marks.take()?,
@@ -194,9 +194,10 @@ impl HostLane {
     }
 
     /// Pins the ring or joins its users, if it does not use one yet.
-    pub(super) fn open_ring(&mut self, memory: &Allocator, slots: usize) -> Result<()> {
-        if slots > 0 && self.slots.is_none() {
-            self.slots = Some(HostSlots::open(memory, slots, self.slot_bytes)?);
+    pub(super) fn open_ring(&self, memory: &Allocator, slots: usize) -> Result<()> {
+        if slots > 0 && self.slots.get().is_none() {
+            // Set once: calls that add state hold the optimizer's lock.
+            let _ = self.slots.set(HostSlots::open(memory, slots, self.slot_bytes)?);
         }
         Ok(())
     }
@@ -219,12 +220,12 @@ impl HostLane {
 
     /// Pinned bytes, nearly all of them the ring's.
     pub(super) fn pinned_bytes(&self) -> u64 {
-        self.flags.bytes() + self.slots.as_ref().map_or(0, HostSlots::bytes)
+        self.flags.bytes() + self.slots.get().map_or(0, HostSlots::bytes)
     }
 
     /// Slots that nobody owns; all of them between steps.
     pub(super) fn idle_slots(&self) -> usize {
-        self.slots.as_ref().map_or(0, HostSlots::idle)
+        self.slots.get().map_or(0, HostSlots::idle)
     }
 
     /// What the last step did.
@@ -234,7 +235,7 @@ impl HostLane {
 
     /// Blocks until every copy down and up of this optimizer has ended.
     pub(super) fn drain(&self) -> Result<()> {
-        self.slots.as_ref().map_or(Ok(()), HostSlots::settle)
+        self.slots.get().map_or(Ok(()), HostSlots::settle)
     }
 
     /// Brings a gradient down before the step, after what `stream` was given so far. The caller keeps the gradient as
@@ -299,7 +300,7 @@ impl HostLane {
         first: Option<Sender<()>>,
     ) -> Result<()> {
         let _entered = self.device.enter()?;
-        let _turn = self.slots.as_ref().map(HostSlots::turn);
+        let _turn = self.slots.get().map(HostSlots::turn);
         let start = Instant::now();
         let step = Step {
             inputs,
@@ -368,7 +369,7 @@ impl Drop for Step<'_> {
 
 impl<'a> Step<'a> {
     fn drive(mut self, tables: &[TableStep<'a>], claims: &Claims) -> Result<HostStats> {
-        let (landing, updating) = depths(self.lane.slots.as_ref().map_or(0, HostSlots::len));
+        let (landing, updating) = depths(self.lane.slots.get().map_or(0, HostSlots::len));
         let capacity = self.lane.slot_bytes;
         let fits = |table: usize, chunks: Range<usize>| {
             let (table, plan) = (tables[table], tables[table].plan());
@@ -445,7 +446,7 @@ impl<'a> Step<'a> {
         if chunks.first().is_some_and(|chunk| table.plan().buckets()[chunk.bucket].on_host) {
             return Ok(Passage { table, chunks, runs, slot: None });
         }
-        let Some(slots) = &self.lane.slots else {
+        let Some(slots) = self.lane.slots.get() else {
             return Err(Error::Device(DeviceError::ZeroSize { what: "the host's ring" }));
         };
         let since = Instant::now();

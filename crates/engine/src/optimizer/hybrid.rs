@@ -286,7 +286,7 @@ impl Hybrid {
     }
 
     /// Pins the host's ring if there is none yet, between steps.
-    pub(super) fn open_ring(&mut self, memory: &Allocator, slots: usize) -> Result<()> {
+    pub(super) fn open_ring(&self, memory: &Allocator, slots: usize) -> Result<()> {
         self.lane.open_ring(memory, slots)
     }
 

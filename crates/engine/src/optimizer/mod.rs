@@ -24,6 +24,7 @@ mod host_lane;
 mod host_ring;
 mod hybrid;
 mod landing;
+mod overlap;
 mod placement;
 mod scalars;
 mod segments;
@@ -31,14 +32,13 @@ mod stats;
 mod streamed;
 mod table;
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use forebay_device::{
-    Buffer, Error as DeviceError, Event, HostOptions, Kernel, PinStats, Region, Rule, SharedDevice, Stream, Update,
-};
+use forebay_device::{Buffer, Error as DeviceError, Event, HostOptions, PinStats, Region, Rule, SharedDevice, Stream};
 
 pub use host_lane::HostStats;
 pub use hybrid::HostShare;
+pub use overlap::{OverlapStats, OverlapUnit};
 pub use placement::Placement;
 pub use segments::{Binding, TableInput};
 pub use stats::{HostReport, Number, OptimizerStats};
@@ -53,8 +53,9 @@ use crate::trace::Trace;
 use host_lane::HostLane;
 use hybrid::Hybrid;
 use landing::Landing;
+use overlap::Overlap;
 use scalars::{Powers, ScalarSets, SharedPowers};
-use segments::{StepInputs, TableStep};
+use segments::{Segments, StepInputs, TableStep};
 
 /// How to make an optimizer.
 #[derive(Debug, Clone)]
@@ -97,15 +98,18 @@ pub struct Optimizer {
     options: OptimizerOptions,
     /// What counts against the user's budget.
     memory: Arc<Allocator>,
+    /// Made with the first overlapped step. Its hooks take no other lock of the optimizer. Declared before what it works
+    /// on: a step that was committed is completed first.
+    overlap: OnceLock<Overlap>,
     inner: Mutex<OptimizerInner>,
 }
 
 #[derive(Debug, Default)]
 struct OptimizerInner {
-    pipeline: Option<Pipeline>,
-    tables: Vec<StateTable>,
+    pipeline: Option<Arc<Pipeline>>,
+    tables: Vec<Arc<StateTable>>,
     /// The host's part; made with the first table.
-    hybrid: Option<Hybrid>,
+    hybrid: Option<Arc<Hybrid>>,
     landing: Landing,
     powers: Option<SharedPowers>,
     /// For backends on which torch has no streams.
@@ -119,17 +123,36 @@ struct OptimizerInner {
 
 impl OptimizerInner {
     fn pinned_bytes(&self) -> u64 {
-        let state: u64 = self.tables.iter().map(StateTable::pinned_bytes).sum();
+        let state: u64 = self.tables.iter().map(|table| table.pinned_bytes()).sum();
         state + self.hybrid.as_ref().map_or(0, |hybrid| hybrid.lane().pinned_bytes()) + self.landing.pinned_bytes()
     }
 
     /// Waits until every store and every copy of the host's part has ended.
     fn drain(&self) -> Result<()> {
-        let stored = self.pipeline.as_ref().map_or(Ok(()), Pipeline::drain);
+        let stored = self.pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain());
         stored.and(self.hybrid.as_ref().map_or(Ok(()), |hybrid| hybrid.lane().drain()))
     }
 
-    fn table(&self, table: usize) -> Result<&StateTable> {
+    fn check_open(&self) -> Result<()> {
+        if !self.closed {
+            return Ok(());
+        }
+        Err(Error::InvalidOption {
+            option: "optimizer",
+            value: "closed".to_owned(),
+            remedy: "it was closed; make a new one".to_owned(),
+        })
+    }
+
+    fn check_trusted(&self) -> Result<()> {
+        self.distrusted.clone().map_or(Ok(()), |reason| Err(Error::Distrusted { reason }))
+    }
+
+    fn distrust(&mut self, error: &Error) {
+        self.distrusted.get_or_insert_with(|| format!("its last step broke off with: {error}"));
+    }
+
+    fn table(&self, table: usize) -> Result<&Arc<StateTable>> {
         self.tables.get(table).ok_or_else(|| Error::InvalidOption {
             option: "table",
             value: table.to_string(),
@@ -162,7 +185,7 @@ impl Optimizer {
     pub fn new(device: SharedDevice, rule: &'static Rule, options: OptimizerOptions) -> Result<Self> {
         device.load(rule)?;
         let memory = Allocator::within(device.clone(), PinnedBudget::new(options.pinned_budget_bytes));
-        Ok(Self { device, rule, options, memory, inner: Mutex::default() })
+        Ok(Self { device, rule, options, memory, inner: Mutex::default(), overlap: OnceLock::new() })
     }
 
     /// The device that it computes on.
@@ -179,14 +202,32 @@ impl Optimizer {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The same when no overlapped step is under way: a committed one is submitted first. Calls that read or change state,
+    /// tables or rings begin so.
     fn open(&self) -> Result<MutexGuard<'_, OptimizerInner>> {
+        let inner = self.settled()?;
+        inner.check_open()?;
+        Ok(inner)
+    }
+
+    /// For calls that only say what lies where.
+    fn layout(&self) -> Result<MutexGuard<'_, OptimizerInner>> {
         let inner = self.lock();
-        if inner.closed {
-            return Err(Error::InvalidOption {
-                option: "optimizer",
-                value: "closed".to_owned(),
-                remedy: "it was closed; make a new one".to_owned(),
-            });
+        inner.check_open()?;
+        Ok(inner)
+    }
+
+    /// The same, also after it was closed.
+    fn settled(&self) -> Result<MutexGuard<'_, OptimizerInner>> {
+        let mut inner = self.lock();
+        if let Some(overlap) = self.overlap()
+            && let Err(error) = overlap.finish()
+        {
+            // The step's own failure is kept as the reason; a failure of this call is not.
+            match overlap.failed() {
+                Some(failed) => inner.distrust(&failed),
+                None => return Err(error),
+            }
         }
         Ok(inner)
     }
@@ -208,7 +249,7 @@ impl Optimizer {
         let mut inner = self.open()?;
         if inner.pipeline.is_none() {
             let PlanOptions { slots, slot_bytes, .. } = self.options.plan;
-            inner.pipeline = Pipeline::join(&self.device, slots, slot_bytes)?;
+            inner.pipeline = Pipeline::join(&self.device, slots, slot_bytes)?.map(Arc::new);
         }
         Ok(inner.pipeline.is_some())
     }
@@ -222,7 +263,7 @@ impl Optimizer {
         let PlanOptions { slots, slot_bytes, .. } = self.options.plan;
         let after = memory.map(|(_, after)| self.compute(&mut inner, after)).transpose()?;
         let memory = memory.map(|(ring, _)| ring).zip(after.as_ref());
-        inner.pipeline = Some(Pipeline::open(&self.device, memory, slots, slot_bytes)?);
+        inner.pipeline = Some(Arc::new(Pipeline::open(&self.device, memory, slots, slot_bytes)?));
         Ok(())
     }
 
@@ -230,7 +271,7 @@ impl Optimizer {
     /// [`Self::open_ring`] makes steps possible again.
     pub fn close_ring(&self) -> Result<()> {
         let mut inner = self.open()?;
-        inner.pipeline.as_ref().map_or(Ok(()), Pipeline::drain)?;
+        inner.pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain())?;
         inner.pipeline = None;
         Ok(())
     }
@@ -254,7 +295,7 @@ impl Optimizer {
         } else {
             self.pin_table(&mut inner, plan)?
         };
-        inner.tables.push(table);
+        inner.tables.push(Arc::new(table));
         Ok(inner.tables.len() - 1)
     }
 
@@ -273,7 +314,7 @@ impl Optimizer {
         }
         let table = StateTable::pinned(&self.memory, self.rule, Arc::new(plan))?;
         if let Some(share) = share {
-            let new = || Hybrid::new(&self.memory, share, &self.options.host, 0, slot_bytes);
+            let new = || Hybrid::new(&self.memory, share, &self.options.host, 0, slot_bytes).map(Arc::new);
             made_once(&mut inner.hybrid, new)?.open_ring(&self.memory, slots)?;
         }
         Ok(table)
@@ -281,27 +322,27 @@ impl Optimizer {
 
     /// What lies where in a table.
     pub fn plan(&self, table: usize) -> Result<Arc<StepPlan>> {
-        Ok(self.open()?.table(table)?.plan().clone())
+        Ok(self.layout()?.table(table)?.plan().clone())
     }
 
     /// The names of the columns that are kept for a tensor.
     pub fn columns(&self, table: usize, tensor: usize) -> Result<Vec<&'static str>> {
-        Ok(self.open()?.table(table)?.columns(tensor).iter().map(|column| column.name).collect())
+        Ok(self.layout()?.table(table)?.columns(tensor).iter().map(|column| column.name).collect())
     }
 
     /// A tensor's column in pinned memory; `None` if it is not kept there. Wait with [`Self::settle`] to read it.
     pub fn column(&self, table: usize, tensor: usize, name: &str) -> Result<Option<Region>> {
-        self.open()?.table(table)?.column(tensor, name)
+        self.layout()?.table(table)?.column(tensor, name)
     }
 
     /// A tensor's step counter, an f32. Only the host touches it.
     pub fn step_counter(&self, table: usize, tensor: usize) -> Result<Region> {
-        self.open()?.table(table)?.step_counter(tensor)
+        self.layout()?.table(table)?.step_counter(tensor)
     }
 
     /// What pinning a table cost.
     pub fn pin_stats(&self, table: usize) -> Result<Option<PinStats>> {
-        Ok(self.open()?.table(table)?.slab().map(|slab| slab.pin_stats()))
+        Ok(self.layout()?.table(table)?.slab().map(|slab| slab.pin_stats()))
     }
 
     /// Updates every tensor that has a gradient, in the order of the tables. Returns when the last update was submitted to
@@ -340,9 +381,7 @@ impl Optimizer {
         flags: StepFlags,
         landed: &[Vec<Option<Region>>],
     ) -> Result<()> {
-        if let Some(reason) = &inner.distrusted {
-            return Err(Error::Distrusted { reason: reason.clone() });
-        }
+        inner.check_trusted()?;
         let (compute, is_own) = (self.compute(inner, compute)?, compute.is_none());
         if inputs.len() != inner.tables.len() {
             return Err(Error::PlanMismatch {
@@ -372,7 +411,8 @@ impl Optimizer {
         let steps: Vec<TableStep<'_>> =
             tables.map(|(i, (table, input))| TableStep { table, input, landed: landed_of(i) }).collect();
         // A save yields to the step until this returns.
-        let _stepping: Vec<_> = inner.tables.iter().filter_map(StateTable::stepping).collect();
+        inner.tables.iter().for_each(|table| table.count_stalls());
+        let _stepping: Vec<_> = inner.tables.iter().filter_map(|table| table.stepping()).collect();
         let (outcome, mut torn) = match self.options.placement {
             Placement::Resident => {
                 let outcome = self.update_resident(&steps, &inputs_of_all, &compute);
@@ -383,8 +423,8 @@ impl Optimizer {
             }
             _ => {
                 let outcome = self.update_tables(
-                    inner.pipeline.as_ref(),
-                    inner.hybrid.as_ref(),
+                    inner.pipeline.as_deref(),
+                    inner.hybrid.as_deref(),
                     &steps,
                     &inputs_of_all,
                     &compute,
@@ -409,20 +449,19 @@ impl Optimizer {
         if let Err(error) = &outcome
             && torn
         {
-            inner.distrusted = Some(format!("its last step broke off with: {error}"));
+            inner.distrust(error);
         }
         outcome
     }
 
     /// State on the device: whole tensors, as few launches as they fit into.
     fn update_resident(&self, steps: &[TableStep<'_>], inputs: &StepInputs, compute: &Stream) -> Result<()> {
-        let mut segments = Vec::new();
+        let mut segments = Segments::default();
         for step in steps {
-            segments.extend(streamed::resident_segments(*step)?);
+            let mut tensors = 0..step.plan().tensors().len();
+            tensors.try_for_each(|tensor| streamed::resident_segment(*step, tensor, &mut segments))?;
         }
-        let (grad_scale, skip) = (inputs.grad_scale.clone(), inputs.skip.clone());
-        let update = Update { rule: self.rule, segments: &segments, scalars: &inputs.scalars, grad_scale, skip };
-        Ok(self.device.launch(compute, &Kernel::Update(update))?)
+        inputs.launch(&*self.device, compute, self.rule, &segments)
     }
 
     /// State on the host: through the ring, on the host's threads, or both.
@@ -451,7 +490,11 @@ impl Optimizer {
 
     /// Why the state cannot be trusted, if it cannot.
     pub fn distrusted(&self) -> Option<String> {
-        self.lock().distrusted.clone()
+        let mut inner = self.lock();
+        if let Some(error) = self.overlap().and_then(Overlap::failed) {
+            inner.distrust(&error);
+        }
+        inner.distrusted.clone()
     }
 
     /// Refuses steps from now on: something wrong was written into the state.
@@ -461,24 +504,34 @@ impl Optimizer {
 
     /// Allows steps again: all of the state was loaded.
     pub fn trust(&self) {
-        self.lock().distrusted = None;
+        let mut inner = self.lock();
+        inner.distrusted = None;
+        if let Some(overlap) = self.overlap() {
+            overlap.forget_failure();
+        }
     }
 
     /// Blocks until a tensor's stores have ended; others go on. What the host updates is there when a step returns.
     pub fn settle(&self, table: usize, tensor: usize) -> Result<()> {
+        if let Some(overlap) = self.overlap() {
+            overlap.finish_tensor(table, tensor)?;
+        }
         let inner = self.lock();
         let (Some(pipeline), Some(table)) = (&inner.pipeline, inner.tables.get(table)) else { return Ok(()) };
+        if table.is_resident() {
+            return Ok(());
+        }
         (0..table.columns(tensor).len()).try_for_each(|index| pipeline.settle(&table.tensor(tensor, index)?))
     }
 
     /// Blocks until every store has ended.
     pub fn synchronize(&self) -> Result<()> {
-        self.lock().pipeline.as_ref().map_or(Ok(()), Pipeline::drain)
+        self.settled()?.pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain())
     }
 
     /// Returns when no save needs the present state any longer, so that the host may write into it.
     pub fn protect_all(&self) -> Result<()> {
-        self.lock().tables.iter().try_for_each(StateTable::protect_all)
+        self.settled()?.tables.iter().try_for_each(|table| table.protect_all())
     }
 
     /// Begins one snapshot of all state that these have in pinned memory. Copies of it take at most this many bytes.
@@ -496,7 +549,7 @@ impl Optimizer {
         let held = optimizers.iter().map(|optimizer| optimizer.open()).collect::<Result<Vec<_>>>()?;
         let (mut arenas, mut next) = (Vec::new(), Vec::new());
         for inner in &held {
-            inner.pipeline.as_ref().map_or(Ok(()), Pipeline::drain)?;
+            inner.pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain())?;
             for table in &inner.tables {
                 // An earlier one must have ended: a table remembers one only.
                 table.protect_all()?;
@@ -544,6 +597,8 @@ impl Optimizer {
     /// The last step in numbers, once its stores have ended.
     pub fn stats(&self) -> Result<OptimizerStats> {
         let inner = self.lock();
+        // A step that goes on or has failed has numbers too.
+        let _ = self.overlap().map(Overlap::finish);
         let streamed = match &inner.pipeline {
             None => RunStats::default(),
             Some(pipeline) => {
@@ -551,7 +606,7 @@ impl Optimizer {
                 pipeline.stats()
             }
         };
-        let waits = inner.tables.iter().map(StateTable::save_stalls);
+        let waits = inner.tables.iter().map(|table| table.save_stalls());
         let (save_stalls, save_stall_ns) = waits.fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
         let placement = self.options.placement;
         let settled = match placement.host_share() {
@@ -591,13 +646,13 @@ impl Optimizer {
 
     /// The spans of the last step, after [`Self::synchronize`].
     pub fn trace(&self) -> Trace {
-        self.lock().pipeline.as_ref().map_or_else(Trace::default, Pipeline::trace)
+        self.lock().pipeline.as_ref().map_or_else(Trace::default, |pipeline| pipeline.trace())
     }
 
     /// Slots of the ring, and of the host's ring, that nobody owns: all of them between steps of all that share them.
     pub fn idle_slots(&self) -> (usize, usize) {
         let inner = self.lock();
-        let ring = inner.pipeline.as_ref().map_or(0, Pipeline::idle_slots);
+        let ring = inner.pipeline.as_ref().map_or(0, |pipeline| pipeline.idle_slots());
         (ring, inner.hybrid.as_ref().map_or(0, |hybrid| hybrid.lane().idle_slots()))
     }
 
@@ -611,7 +666,7 @@ impl Optimizer {
     pub fn touch(&self, others: Vec<Region>) -> Result<u64> {
         let inner = self.open()?;
         let Some(hybrid) = &inner.hybrid else { return Ok(0) };
-        let slabs = inner.tables.iter().filter_map(StateTable::slab).map(|slab| slab.buffer().all());
+        let slabs = inner.tables.iter().filter_map(|table| table.slab()).map(|slab| slab.buffer().all());
         let regions: Vec<Region> = others.into_iter().chain(slabs).collect();
         let work = regions.iter().map(|region| hybrid.lane().threads().touch(region));
         let work = work.collect::<std::result::Result<Vec<_>, _>>()?;
@@ -635,6 +690,9 @@ impl Optimizer {
     /// Frees state, and the rings if no other optimizer uses them. Memory that is still held elsewhere stays until it is not.
     pub fn close(&self) -> Result<()> {
         let mut inner = self.lock();
+        if let Some(overlap) = self.overlap() {
+            overlap.close();
+        }
         let drained = inner.drain();
         *inner = OptimizerInner { closed: true, ..OptimizerInner::default() };
         drained

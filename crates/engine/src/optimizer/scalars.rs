@@ -1,6 +1,7 @@
 //! The numbers of one step: a set of scalars for each group and step count that occur, from one table of `base^t` for
 //! every placement.
 
+use std::borrow::Cow;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -17,7 +18,7 @@ const POWER_BYTES: u64 = 4;
 /// The sets of scalars of one step.
 pub(super) struct ScalarSets<'a> {
     rule: &'static Rule,
-    groups: &'a [Vec<f64>],
+    groups: Cow<'a, [Vec<f64>]>,
     /// The set found last: neighbours mostly share one.
     last: Option<(SetKey, u32)>,
     index: HashMap<SetKey, u32>,
@@ -35,7 +36,8 @@ struct SetKey {
 
 impl<'a> ScalarSets<'a> {
     /// None yet. A group is its numbers in the order of [`Rule::hypers`].
-    pub(super) fn new(rule: &'static Rule, groups: &'a [Vec<f64>]) -> Result<Self> {
+    pub(super) fn new(rule: &'static Rule, groups: impl Into<Cow<'a, [Vec<f64>]>>) -> Result<Self> {
+        let groups = groups.into();
         let wanted = rule.hypers.len();
         if let Some((group, found)) = groups.iter().enumerate().find(|(_, hypers)| hypers.len() != wanted) {
             return Err(Error::InvalidOption {

@@ -1,11 +1,11 @@
 //! The memory of one update: the caller's operands for each tensor, and the one function that builds segments.
 
 use forebay_device::update::MAX_COLUMNS;
-use forebay_device::{Dtype, Region, Scalars, Segment};
+use forebay_device::{Device, Dtype, Kernel, Region, Rule, Scalars, Segment, Stream, Update};
 
 use super::table::StateTable;
 use crate::error::{Error, Result};
-use crate::plan::{Chunk, StepPlan, state_bytes};
+use crate::plan::{Chunk, StepPlan, TensorSpec, state_bytes};
 
 /// A parameter and its gradient at one step, both on the device, or both on the host where that was planned.
 #[derive(Debug, Clone)]
@@ -22,12 +22,14 @@ pub struct Binding {
     pub group: u32,
     /// Which set of scalars applies; the step finds it.
     pub(super) scalars: u32,
+    /// Whether the gradient was offered before the step had a scale or a skip flag: neither applies to it.
+    pub(super) early: bool,
 }
 
 impl Binding {
     /// A parameter of a group with its gradient.
     pub fn new((weight, weight_dtype): (Region, Dtype), (grad, grad_dtype): (Region, Dtype), group: u32) -> Self {
-        Self { weight, weight_dtype, grad, grad_dtype, group, scalars: 0 }
+        Self { weight, weight_dtype, grad, grad_dtype, group, scalars: 0, early: false }
     }
 }
 
@@ -49,6 +51,43 @@ pub(super) struct StepInputs {
     pub(super) grad_scale: Option<Region>,
     /// An f32 on the device; where it is not zero, nothing changes.
     pub(super) skip: Option<Region>,
+}
+
+impl StepInputs {
+    /// Launches the update of segments of a rule: those of the step, and those to which scale and skip do not apply.
+    pub(super) fn launch(
+        &self,
+        device: &dyn Device,
+        compute: &Stream,
+        rule: &'static Rule,
+        segments: &Segments,
+    ) -> Result<()> {
+        let update = |segments: &[Segment], grad_scale: Option<Region>, skip: Option<Region>| {
+            let update = Update { rule, segments, scalars: &self.scalars, grad_scale, skip };
+            device.launch(compute, &Kernel::Update(update))
+        };
+        if !segments.early.is_empty() {
+            update(&segments.early, None, None)?;
+        }
+        if !segments.of_step.is_empty() || segments.early.is_empty() {
+            update(&segments.of_step, self.grad_scale.clone(), self.skip.clone())?;
+        }
+        Ok(())
+    }
+}
+
+/// Segments of one launch, or of two where some gradients were offered early.
+#[derive(Debug, Default)]
+pub(super) struct Segments {
+    pub(super) of_step: Vec<Segment>,
+    pub(super) early: Vec<Segment>,
+}
+
+impl Segments {
+    pub(super) fn push(&mut self, segment: Option<Segment>, binding: &Binding) {
+        let list = if binding.early { &mut self.early } else { &mut self.of_step };
+        list.extend(segment);
+    }
 }
 
 /// One table at one step.
@@ -134,30 +173,38 @@ impl<'a> TableStep<'a> {
                 reason: format!("{} were planned", planned.len()),
             });
         }
-        for (tensor, spec) in planned.iter().enumerate() {
-            let Some(binding) = self.binding(tensor) else { continue };
-            let mismatch = |reason: String| Err(Error::PlanMismatch { tensor: spec.name.clone(), reason });
-            let (weight, grad) = ((&binding.weight, binding.weight_dtype), (&binding.grad, binding.grad_dtype));
-            if [weight, grad].iter().any(|(region, _)| region.place().is_host() != spec.on_host) {
-                let planned = if spec.on_host { "the host" } else { "the device" };
-                return mismatch(format!("it was planned with parameter and gradient on {planned}"));
-            }
-            let elements = |(region, dtype): (&Region, Dtype)| region.bytes() / dtype.bytes();
-            if elements(weight) != spec.elements {
-                return mismatch(format!("{} elements where {} were planned", elements(weight), spec.elements));
-            }
-            if elements(grad) != spec.elements {
-                return mismatch(format!("a gradient of {} elements for {}", elements(grad), spec.elements));
-            }
-            check_memory(&spec.name, weight, grad)?;
-            if self.table.is_resident() {
-                let columns = self.input.resident.get(tensor).map_or(0, Vec::len);
-                if columns != spec.columns.len() {
-                    return mismatch(format!("{columns} columns of state where {} are kept", spec.columns.len()));
-                }
-            }
+        (0..planned.len()).try_for_each(|tensor| self.check_tensor(tensor))
+    }
+
+    /// The same for one tensor.
+    pub(super) fn check_tensor(&self, tensor: usize) -> Result<()> {
+        let (spec, Some(binding)) = (&self.plan().tensors()[tensor], self.binding(tensor)) else { return Ok(()) };
+        let columns = self.table.is_resident().then(|| self.input.resident.get(tensor).map_or(0, Vec::len));
+        check_binding(spec, binding, columns)
+    }
+}
+
+/// Refuses a parameter and a gradient that are not the planned ones, and for a resident table another number of columns.
+pub(super) fn check_binding(spec: &TensorSpec, binding: &Binding, columns: Option<usize>) -> Result<()> {
+    let mismatch = |reason: String| Err(Error::PlanMismatch { tensor: spec.name.clone(), reason });
+    let (weight, grad) = ((&binding.weight, binding.weight_dtype), (&binding.grad, binding.grad_dtype));
+    if [weight, grad].iter().any(|(region, _)| region.place().is_host() != spec.on_host) {
+        let planned = if spec.on_host { "the host" } else { "the device" };
+        return mismatch(format!("it was planned with parameter and gradient on {planned}"));
+    }
+    let elements = |(region, dtype): (&Region, Dtype)| region.bytes() / dtype.bytes();
+    if elements(weight) != spec.elements {
+        return mismatch(format!("{} elements where {} were planned", elements(weight), spec.elements));
+    }
+    if elements(grad) != spec.elements {
+        return mismatch(format!("a gradient of {} elements for {}", elements(grad), spec.elements));
+    }
+    check_memory(&spec.name, weight, grad)?;
+    match columns {
+        Some(columns) if columns != spec.columns.len() => {
+            mismatch(format!("{columns} columns of state where {} are kept", spec.columns.len()))
         }
-        Ok(())
+        _ => Ok(()),
     }
 }
 

@@ -1,8 +1,8 @@
 //! The inner loop: state streams from the host through the ring and back, a chunk at a time.
 
-use forebay_device::{Kernel, Region, Segment, Stream, Update};
+use forebay_device::{Region, Stream};
 
-use super::segments::{Operand, StepInputs, TableStep};
+use super::segments::{Operand, Segments, StepInputs, TableStep};
 use crate::error::Result;
 use crate::flow::Pipeline;
 use crate::plan::Chunk;
@@ -26,11 +26,7 @@ pub(super) fn run_chunk(
     if !step.has_work(chunk) {
         return Ok(());
     }
-    let launch = |segments: &[Segment]| {
-        let (grad_scale, skip) = (inputs.grad_scale.clone(), inputs.skip.clone());
-        let update = Update { rule: step.table.rule(), segments, scalars: &inputs.scalars, grad_scale, skip };
-        Ok(pipeline.device().launch(compute, &Kernel::Update(update))?)
-    };
+    let launch = |segments: &Segments| inputs.launch(&**pipeline.device(), compute, step.table.rule(), segments);
     let bucket = &step.plan().buckets()[chunk.bucket];
     if bucket.columns.is_empty() && !bucket.on_host {
         // Nothing travels.
@@ -45,6 +41,14 @@ pub(super) fn run_chunk(
     step.table.protect(&store.host);
     let slot = pipeline.store(slot, &store.slot, &store.host, index, step.payload_bytes(chunk))?;
     pipeline.release(slot);
+    Ok(())
+}
+
+/// Adds the segments of a chunk that has no columns and stays where it is.
+pub(super) fn chunk_segments(step: TableStep<'_>, index: usize, all: &mut Segments) -> Result<()> {
+    let Segments { of_step, early } = segments(step, &step.plan().chunks()[index], None)?;
+    all.of_step.extend(of_step);
+    all.early.extend(early);
     Ok(())
 }
 
@@ -96,9 +100,9 @@ impl ChunkCopies {
 
 /// The segments of a chunk: state in the slot; weight and gradient in the slot if they travel, in place if they live on
 /// the device.
-fn segments(step: TableStep<'_>, chunk: &Chunk, slot: Option<&Region>) -> Result<Vec<Segment>> {
+fn segments(step: TableStep<'_>, chunk: &Chunk, slot: Option<&Region>) -> Result<Segments> {
     let (pieces, layout) = (step.plan().pieces(chunk), step.table.in_slot(chunk));
-    let mut segments = Vec::with_capacity(pieces.len());
+    let mut segments = Segments::default();
     for piece in pieces {
         let Some(binding) = step.binding(piece.tensor) else { continue };
         let operand = |number: usize, region: &Region, width: u64| match slot.filter(|_| region.place().is_host()) {
@@ -117,24 +121,22 @@ fn segments(step: TableStep<'_>, chunk: &Chunk, slot: Option<&Region>) -> Result
             }
             (_, None) => step.table.tensor(piece.tensor, index),
         };
-        segments.extend(step.segment(piece.tensor, piece.tensor_offset, find)?);
+        segments.push(step.segment(piece.tensor, piece.tensor_offset, find)?, binding);
     }
     Ok(segments)
 }
 
-/// The segments of a resident table: whole tensors, their state where the caller has it.
-pub(super) fn resident_segments(step: TableStep<'_>) -> Result<Vec<Segment>> {
-    let mut segments = Vec::with_capacity(step.input.tensors.len());
-    for (tensor, spec) in step.plan().tensors().iter().enumerate() {
-        let Some(binding) = step.binding(tensor).filter(|_| spec.elements > 0) else { continue };
-        let find = |wanted: Operand, index: usize| {
-            Ok(match wanted {
-                Operand::Weight => binding.weight.clone(),
-                Operand::Grad => binding.grad.clone(),
-                _ => step.input.resident[tensor][index].clone(),
-            })
-        };
-        segments.extend(step.segment(tensor, 0, find)?);
-    }
-    Ok(segments)
+/// Adds the segment of a resident tensor that has a gradient: all of it, its state where the caller has it.
+pub(super) fn resident_segment(step: TableStep<'_>, tensor: usize, segments: &mut Segments) -> Result<()> {
+    let spec = &step.plan().tensors()[tensor];
+    let Some(binding) = step.binding(tensor).filter(|_| spec.elements > 0) else { return Ok(()) };
+    let find = |wanted: Operand, index: usize| {
+        Ok(match wanted {
+            Operand::Weight => binding.weight.clone(),
+            Operand::Grad => binding.grad.clone(),
+            _ => step.input.resident[tensor][index].clone(),
+        })
+    };
+    segments.push(step.segment(tensor, 0, find)?, binding);
+    Ok(())
 }

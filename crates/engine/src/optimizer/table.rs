@@ -137,10 +137,14 @@ impl StateTable {
         *self.save.snapshot.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(snapshot);
     }
 
-    /// Tells a save that a step begins; it ends when the value is dropped.
-    pub(super) fn stepping(&self) -> Option<Stepping> {
+    /// Begins to count anew how often a step waits for a save.
+    pub(super) fn count_stalls(&self) {
         self.save.stalls.store(0, Relaxed);
         self.save.stall_ns.store(0, Relaxed);
+    }
+
+    /// Tells a save that a step goes on; it pauses when the value is dropped.
+    pub(super) fn stepping(&self) -> Option<Stepping> {
         self.save.snapshot().map(|snapshot| snapshot.step())
     }
 

@@ -437,6 +437,11 @@ impl<'a> Rig<'a> {
         [TableInput { tensors: bindings, resident }].into_iter().chain(second).collect()
     }
 
+    /// A tensor's columns on the device, where the placement is resident.
+    pub(crate) fn columns_of(&self, tensor: usize) -> Vec<Region> {
+        self.resident.as_ref().map_or_else(Vec::new, |(_, columns)| columns[tensor].clone())
+    }
+
     pub(crate) fn flags(&self, step: usize) -> StepFlags {
         StepFlags { grad_scale: self.inputs.scale.clone(), skip: self.inputs.skip(&self.scenario, step) }
     }

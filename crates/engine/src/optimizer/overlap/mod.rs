@@ -1,0 +1,546 @@
+//! Overlapped steps: a thread of the engine submits a step's chunks while the caller goes on with backward and with the
+//! next forward.
+//!
+//! ```text
+//! caller  begin  offer offer offer ... commit                 wait          wait
+//! thread         chunk   chunk   chunk   chunk   chunk   chunk   chunk
+//! ```
+//!
+//! A gradient is offered when the work that completes it was submitted. What was not offered is handed over at the
+//! commit. [`Optimizer::overlap_wait`] orders a reader of a parameter behind its update. The bits are those of a plain
+//! step: the thread runs the same chunks in another order, and no two chunks share a byte.
+//!
+//! - `schedule.rs` decides what runs next; it is pure.
+//! - `worker.rs` is the thread, `handover.rs` what it shares with the caller, `points.rs` the ends of its updates.
+//! - `report.rs` is what a step did.
+
+mod handover;
+mod points;
+mod report;
+mod schedule;
+mod worker;
+
+use std::sync::Arc;
+
+use forebay_device::{Cores, Error as DeviceError, Region, SharedDevice, Stream, ThreadHandle};
+
+pub use report::{OverlapStats, OverlapUnit};
+
+use self::handover::{Handover, Phase};
+use self::points::Points;
+use self::report::Report;
+use self::schedule::{Layout, Part};
+use self::worker::{Commit, Message, NewStep, Offer, Worker};
+use super::scalars::{ScalarSets, SharedPowers};
+use super::segments::{self, Binding, TableInput, TableStep};
+use super::table::StateTable;
+use super::{Optimizer, OptimizerInner, StepFlags, no_ring};
+use crate::error::{Error, Result};
+use crate::flow::{Mark, Marks};
+use crate::sync::{Mutex, lock};
+
+/// What overlapped steps of one optimizer need; made with the first of them.
+#[derive(Debug)]
+pub(super) struct Overlap {
+    device: SharedDevice,
+    points: Arc<Points>,
+    handover: Arc<Handover<Message>>,
+    report: Arc<Mutex<Report>>,
+    marks: Arc<Marks>,
+    /// What the caller's stream had reached at the commit.
+    committed: Arc<Mark>,
+    front: Mutex<Front>,
+    /// The last point for which each stream waits; for the host without a stream.
+    waited: Mutex<Vec<(Option<Stream>, u64)>>,
+    thread: Mutex<Option<ThreadHandle>>,
+    pid: u32,
+}
+
+/// The caller's side.
+#[derive(Debug, Default)]
+struct Front {
+    layout: Arc<Layout>,
+    /// By tensor: what the caller's stream had reached when its gradient was offered.
+    ready: Vec<Arc<Mark>>,
+    /// By tensor: the group that it had in the last step.
+    groups: Vec<Option<u32>>,
+    step: Option<OpenStep>,
+}
+
+/// A step between begin and commit.
+struct OpenStep {
+    tables: Vec<Arc<StateTable>>,
+    sets: ScalarSets<'static>,
+    /// Sets that the thread knows already.
+    sent: usize,
+    powers: SharedPowers,
+    /// By tensor: what its next update will have if it stays in its group.
+    expected: Vec<Option<Expected>>,
+    /// By tensor: what it has if it was offered.
+    offered: Vec<Option<Expected>>,
+}
+
+/// A tensor's numbers in a step.
+#[derive(Debug, Clone, Copy)]
+struct Expected {
+    group: u32,
+    set: u32,
+    steps: f32,
+}
+
+impl std::fmt::Debug for OpenStep {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("OpenStep").field("tables", &self.tables.len()).finish_non_exhaustive()
+    }
+}
+
+impl OpenStep {
+    /// A tensor's numbers in a group.
+    fn numbers(&mut self, layout: &Layout, tensor: usize, group: u32) -> Result<Expected> {
+        match self.expected[tensor] {
+            Some(expected) if expected.group == group => Ok(expected),
+            _ => {
+                let (table, place) = layout.home(tensor);
+                self.advance(table, place, group)
+            }
+        }
+    }
+
+    fn advance(&mut self, table: usize, place: usize, group: u32) -> Result<Expected> {
+        let (mut steps, spec) = (self.tables[table].steps()?[place], &self.tables[table].plan().tensors()[place]);
+        let set = self.sets.advance(&self.powers, group, &mut steps, spec.elements)?;
+        Ok(Expected { group, set, steps })
+    }
+
+    /// Sets that the thread does not know.
+    fn unsent(&mut self) -> Vec<forebay_device::Scalars> {
+        let new = self.sets.scalars[self.sent..].to_vec();
+        self.sent = self.sets.scalars.len();
+        new
+    }
+}
+
+impl Overlap {
+    fn new(device: &SharedDevice) -> Result<Self> {
+        let marks = Marks::new(device.clone());
+        let overlap = Self {
+            points: Arc::new(Points::new(&marks)?),
+            handover: Arc::new(Handover::new()),
+            report: Arc::new(Mutex::new(Report::new())),
+            committed: marks.take()?,
+            front: Mutex::default(),
+            waited: Mutex::default(),
+            thread: Mutex::new(None),
+            pid: std::process::id(),
+            device: device.clone(),
+            marks,
+        };
+        let worker = Worker {
+            device: device.clone(),
+            stream: device.urgent_stream("overlap")?,
+            points: overlap.points.clone(),
+            handover: overlap.handover.clone(),
+            report: overlap.report.clone(),
+        };
+        let thread = Cores::here().spawn("forebay-overlap", move || worker.run())?;
+        *lock(&overlap.thread) = Some(thread);
+        Ok(overlap)
+    }
+
+    /// In a forked child there is no thread, and one of the parent's may hold a lock for ever.
+    fn not_forked(&self) -> Result<()> {
+        if self.pid == std::process::id() {
+            return Ok(());
+        }
+        Err(Error::Device(DeviceError::Forked { device: self.device.info().name.clone() }))
+    }
+
+    /// Ends the thread: a step that is committed is completed first, an open one is given up.
+    pub(super) fn close(&self) {
+        if self.not_forked().is_err() {
+            return;
+        }
+        lock(&self.front).step = None;
+        self.handover.abort_open(Message::Abort);
+        self.handover.close();
+        let thread = lock(&self.thread).take();
+        // A panic of the thread's was caught and is the step's failure.
+        let _ = thread.map(ThreadHandle::join);
+    }
+
+    /// Returns when a committed step was submitted. An open step is an error.
+    pub(super) fn finish(&self) -> Result<()> {
+        self.check_not_open()?;
+        self.handover.wait(None).map(drop)
+    }
+
+    /// The same for one tensor.
+    pub(super) fn finish_tensor(&self, table: usize, tensor: usize) -> Result<()> {
+        self.check_not_open()?;
+        let number = lock(&self.front).layout.number(table, tensor);
+        number.map_or(Ok(()), |number| self.handover.wait(Some(&[number])).map(drop))
+    }
+
+    fn check_not_open(&self) -> Result<()> {
+        self.not_forked()?;
+        if self.handover.phase() == Phase::Open {
+            return Err(Error::InvalidOption {
+                option: "optimizer",
+                value: "in the middle of an overlapped step".to_owned(),
+                remedy: "call step() first".to_owned(),
+            });
+        }
+        Ok(())
+    }
+
+    /// Why the state cannot be trusted.
+    pub(super) fn failed(&self) -> Option<Error> {
+        self.not_forked().ok().and_then(|()| self.handover.failed())
+    }
+
+    pub(super) fn forget_failure(&self) {
+        if self.not_forked().is_ok() {
+            self.handover.forget_failure();
+        }
+    }
+
+    /// The numbers of some tensors.
+    fn numbers(&self, homes: &[(usize, usize)]) -> Result<Vec<usize>> {
+        let layout = lock(&self.front).layout.clone();
+        homes
+            .iter()
+            .map(|&(table, tensor)| layout.number(table, tensor).ok_or_else(|| unknown(table, tensor)))
+            .collect()
+    }
+
+    /// Orders a stream, or without one the host, behind a point.
+    fn order(&self, point: u64, stream: Option<&Stream>) -> Result<()> {
+        let is_same = |of: &Option<Stream>| match (of, stream) {
+            (None, None) => true,
+            (Some(of), Some(stream)) => of.is_same(stream),
+            _ => false,
+        };
+        if lock(&self.waited).iter().any(|(of, until)| is_same(of) && *until >= point) {
+            return Ok(());
+        }
+        self.points.wait(point, stream)?;
+        let mut waited = lock(&self.waited);
+        match waited.iter_mut().find(|(of, _)| is_same(of)) {
+            Some((_, until)) => *until = point.max(*until),
+            None => waited.push((stream.cloned(), point)),
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Overlap {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+fn unknown(table: usize, tensor: usize) -> Error {
+    Error::InvalidOption {
+        option: "tensor",
+        value: format!("{tensor} of table {table}"),
+        remedy: "there is no such tensor".to_owned(),
+    }
+}
+
+fn not_open() -> Error {
+    Error::InvalidOption {
+        option: "overlapped step",
+        value: "not begun".to_owned(),
+        remedy: "call overlap_begin first".to_owned(),
+    }
+}
+
+impl Optimizer {
+    /// What overlapped steps need, if there was one.
+    pub(super) fn overlap(&self) -> Option<&Overlap> {
+        self.overlap.get()
+    }
+
+    /// The same, made now if it was not. The caller holds the optimizer's lock.
+    fn overlap_of(&self, _inner: &mut OptimizerInner) -> Result<&Overlap> {
+        match self.overlap.get() {
+            Some(overlap) => Ok(overlap),
+            None => {
+                let made = Overlap::new(&self.device)?;
+                Ok(self.overlap.get_or_init(|| made))
+            }
+        }
+    }
+
+    /// Opens an overlapped step. `order` has for each table and tensor a number: smaller is needed earlier by the next
+    /// forward. `groups` are as in [`Self::step`]. What [`Self::overlap_updated`] has not told of the step before is
+    /// forgotten.
+    pub fn overlap_begin(&self, order: &[Vec<i64>], groups: &[Vec<f64>]) -> Result<()> {
+        let mut inner = self.open()?;
+        inner.check_trusted()?;
+        let planned = inner.tables.iter().map(|table| table.plan().tensors().len());
+        if !order.iter().map(Vec::len).eq(planned) {
+            return Err(Error::PlanMismatch {
+                tensor: format!("an order of {} tables", order.len()),
+                reason: format!("{} were added, and each has a number for each tensor", inner.tables.len()),
+            });
+        }
+        let streams = inner.tables.iter().any(|table| !table.is_resident());
+        if streams && inner.pipeline.is_none() {
+            return Err(no_ring());
+        }
+        let Some(powers) = inner.powers.clone() else {
+            return Err(Error::InvalidOption {
+                option: "optimizer",
+                value: "without state".to_owned(),
+                remedy: "create its state before an overlapped step".to_owned(),
+            });
+        };
+        let overlap = self.overlap_of(&mut inner)?;
+        let mut front = lock(&overlap.front);
+        if front.layout.tables() != inner.tables.len() {
+            let tables = inner.tables.iter().map(|table| (&**table.plan(), table.is_resident()));
+            front.layout = Arc::new(Layout::new(tables));
+        }
+        let (layout, tensors) = (front.layout.clone(), front.layout.tensors());
+        while front.ready.len() < tensors {
+            front.ready.push(overlap.marks.take()?);
+        }
+        front.groups.resize(tensors, None);
+        let mut step = OpenStep {
+            tables: inner.tables.clone(),
+            sets: ScalarSets::new(self.rule, groups.to_vec())?,
+            sent: 0,
+            powers,
+            expected: vec![None; tensors],
+            offered: vec![None; tensors],
+        };
+        // A hook must not wait for the device to compute a power: whatever can be known is computed here.
+        for (table, state) in inner.tables.iter().enumerate() {
+            let counters = state.steps()?;
+            for (place, spec) in state.plan().tensors().iter().enumerate() {
+                let Some(tensor) = layout.number(table, place) else { continue };
+                let known = front.groups[tensor].filter(|&group| (group as usize) < groups.len());
+                let likely = known.map_or(0..groups.len() as u32, |group| group..group + 1);
+                for group in likely {
+                    let mut steps = counters[place];
+                    let set = step.sets.advance(&step.powers, group, &mut steps, spec.elements)?;
+                    step.expected[tensor] = Some(Expected { group, set, steps });
+                }
+            }
+        }
+        let new = NewStep {
+            tables: inner.tables.clone(),
+            order: order.iter().flatten().copied().collect(),
+            pipeline: inner.pipeline.clone(),
+            scalars: step.unsent(),
+            layout,
+        };
+        front.step = Some(step);
+        lock(&overlap.report).begin();
+        lock(&overlap.waited).clear();
+        overlap.handover.begin(tensors, Message::Begin(Box::new(new)));
+        Ok(())
+    }
+
+    /// Hands a gradient over that is final when what `after` was given so far has ended; without a stream it is final.
+    /// `columns` are those of a tensor whose state is on the device. Never waits for the device.
+    pub fn overlap_offer(
+        &self,
+        (table, place): (usize, usize),
+        mut binding: Binding,
+        columns: Vec<Region>,
+        after: Option<&Stream>,
+    ) -> Result<()> {
+        let overlap = self.overlap().ok_or_else(not_open)?;
+        overlap.not_forked()?;
+        let mut front = lock(&overlap.front);
+        let (layout, Front { ready, groups, step, .. }) = (front.layout.clone(), &mut *front);
+        let step = match step {
+            Some(step) => step,
+            None => return Err(overlap.failed().unwrap_or_else(not_open)),
+        };
+        let tensor = layout.number(table, place).ok_or_else(|| unknown(table, place))?;
+        let (state, spec) = (&step.tables[table], &step.tables[table].plan().tensors()[place]);
+        segments::check_binding(spec, &binding, state.is_resident().then_some(columns.len()))?;
+        if step.offered[tensor].is_some() {
+            return Err(Error::PlanMismatch { tensor: spec.name.clone(), reason: "it was offered already".to_owned() });
+        }
+        let numbers = step.numbers(&layout, tensor, binding.group)?;
+        (binding.scalars, binding.early) = (numbers.set, true);
+        step.offered[tensor] = Some(numbers);
+        groups[tensor] = Some(numbers.group);
+        let (scalars, mark) = (step.unsent(), after.map(|_| ready[tensor].clone()));
+        drop(front);
+        if let (Some(mark), Some(after)) = (&mark, after)
+            && let Err(error) = mark.record(after)
+        {
+            // The commit can hand it over.
+            if let Some(step) = &mut lock(&overlap.front).step {
+                step.offered[tensor] = None;
+            }
+            return Err(error);
+        }
+        overlap.handover.offer(tensor, Message::Offer(Offer { tensor, binding, columns, mark, scalars }))
+    }
+
+    /// Hands over all gradients that were not offered, as [`Self::step`] takes them. What has none by now stays as it is.
+    /// Scale and skip apply to these gradients only. Returns at once; the updates wait for `compute`.
+    pub fn overlap_commit(
+        &self,
+        mut inputs: Vec<TableInput>,
+        compute: Option<&Stream>,
+        flags: StepFlags,
+    ) -> Result<()> {
+        let inner = self.lock();
+        let overlap = self.overlap().ok_or_else(not_open)?;
+        overlap.not_forked()?;
+        let mut front = lock(&overlap.front);
+        let (layout, Front { groups, step, .. }) = (front.layout.clone(), &mut *front);
+        if let Some(error) = overlap.failed() {
+            *step = None;
+            return Err(error);
+        }
+        let of_step = step.as_mut().ok_or_else(not_open)?;
+        if inputs.len() != of_step.tables.len() {
+            return Err(Error::PlanMismatch {
+                tensor: format!("a step of {} tables", inputs.len()),
+                reason: format!("{} were added", of_step.tables.len()),
+            });
+        }
+        let (mut tensors, mut counters) = (Vec::new(), Vec::with_capacity(inputs.len()));
+        for (table, input) in inputs.iter_mut().enumerate() {
+            let state = of_step.tables[table].clone();
+            TableStep { table: &state, input, landed: &[] }.check()?;
+            let mut steps = state.steps()?;
+            for (place, spec) in state.plan().tensors().iter().enumerate() {
+                let Some(tensor) = layout.number(table, place) else { continue };
+                match (&mut input.tensors[place], of_step.offered[tensor]) {
+                    (Some(_), Some(_)) => {
+                        let reason = "it was offered already".to_owned();
+                        return Err(Error::PlanMismatch { tensor: spec.name.clone(), reason });
+                    }
+                    (None, None) => {}
+                    (None, Some(offered)) => steps[place] = offered.steps,
+                    (Some(binding), None) => {
+                        let numbers = of_step.numbers(&layout, tensor, binding.group)?;
+                        (binding.scalars, steps[place]) = (numbers.set, numbers.steps);
+                        groups[tensor] = Some(numbers.group);
+                        tensors.push(tensor);
+                    }
+                }
+            }
+            counters.push(steps);
+        }
+        if let Some(compute) = compute {
+            overlap.committed.record(compute)?;
+        }
+        let counted = of_step.tables.iter().zip(&counters).try_for_each(|(table, steps)| table.set_steps(steps));
+        let commit = Commit {
+            inputs,
+            tensors: tensors.clone(),
+            mark: compute.map(|_| overlap.committed.clone()),
+            grad_scale: flags.grad_scale,
+            skip: flags.skip,
+            scalars: of_step.unsent(),
+        };
+        counted?;
+        *step = None;
+        lock(&overlap.report).commit();
+        drop((front, inner));
+        overlap.handover.commit(&tensors, Message::Commit(Box::new(commit)))
+    }
+
+    /// Tensors that were updated since the last call, by table and place. What `stream` is given from now on runs after
+    /// these updates, so their gradients may be freed in its order. Without a stream: tensors whose updates have ended.
+    pub fn overlap_updated(&self, stream: Option<&Stream>) -> Result<Vec<(usize, usize)>> {
+        let Some(overlap) = self.overlap() else { return Ok(Vec::new()) };
+        overlap.not_forked()?;
+        // Points are reached in their order: one look is enough.
+        let reached = match stream {
+            Some(_) => u64::MAX,
+            None => overlap.points.newest_reached()?,
+        };
+        let (tensors, last) = overlap.handover.take_updated(|point| point <= reached)?;
+        if tensors.is_empty() {
+            return Ok(Vec::new());
+        }
+        overlap.order(last, stream)?;
+        let layout = lock(&overlap.front).layout.clone();
+        Ok(tensors.into_iter().map(|tensor| layout.home(tensor)).collect())
+    }
+
+    /// Blocks until the updates of these tensors were submitted, of all where none are named; then makes `stream` wait for
+    /// them, or without a stream waits itself. Before the commit it waits for what was submitted, and for nothing else.
+    pub fn overlap_wait(&self, homes: Option<&[(usize, usize)]>, stream: Option<&Stream>) -> Result<()> {
+        let Some(overlap) = self.overlap() else { return Ok(()) };
+        overlap.not_forked()?;
+        if overlap.handover.is_quiet() {
+            return Ok(());
+        }
+        let tensors = homes.map(|homes| overlap.numbers(homes)).transpose()?;
+        let point = overlap.handover.wait(tensors.as_deref())?;
+        overlap.order(point, stream)?;
+        if tensors.is_none() || overlap.points.latest() == point {
+            let is_over = overlap.points.is_reached(point)?;
+            is_over.then(|| overlap.handover.reached(point));
+        }
+        Ok(())
+    }
+
+    /// Whether nobody has to wait for an update: [`Self::overlap_wait`] would return at once.
+    pub fn overlap_is_quiet(&self) -> bool {
+        self.overlap().is_none_or(|overlap| overlap.not_forked().is_ok() && overlap.handover.is_quiet())
+    }
+
+    /// Blocks until everything that was committed was submitted.
+    pub fn overlap_finish(&self) -> Result<()> {
+        self.overlap().map_or(Ok(()), Overlap::finish)
+    }
+
+    /// Gives an open step up. If some of it was submitted, the state cannot be trusted any more, and this returns an error.
+    pub fn overlap_abort(&self) -> Result<()> {
+        let _inner = self.lock();
+        let Some(overlap) = self.overlap() else { return Ok(()) };
+        overlap.not_forked()?;
+        lock(&overlap.front).step = None;
+        overlap.handover.abort_open(Message::Abort);
+        overlap.failed().map_or(Ok(()), Err)
+    }
+
+    /// The overlapped step under way, or the last one, in numbers.
+    pub fn overlap_stats(&self) -> OverlapStats {
+        self.overlap().map_or_else(OverlapStats::default, |overlap| {
+            let stats = lock(&overlap.report).stats;
+            OverlapStats { pending: overlap.handover.counts().1 as u64, ..stats }
+        })
+    }
+
+    /// The units of the overlapped step under way, or of the last one: those that ran in their order, then the others.
+    pub fn overlap_plan(&self) -> Vec<OverlapUnit> {
+        let Some(overlap) = self.overlap() else { return Vec::new() };
+        let (layout, ran) = (lock(&overlap.front).layout.clone(), lock(&overlap.report).ran.clone());
+        let mut plan: Vec<OverlapUnit> = layout
+            .units
+            .iter()
+            .map(|unit| OverlapUnit {
+                table: unit.table,
+                chunk: match unit.part {
+                    Part::Chunk(chunk) => Some(chunk),
+                    Part::Tensor(_) => None,
+                },
+                tensors: unit.tensors.iter().map(|&tensor| layout.home(tensor).1).collect(),
+                bytes: unit.bytes,
+                position: None,
+                submitted_ns: None,
+                late: false,
+            })
+            .collect();
+        for (position, (unit, at, late)) in ran.into_iter().enumerate() {
+            let unit = &mut plan[unit];
+            (unit.position, unit.submitted_ns, unit.late) = (Some(position), Some(at), late);
+        }
+        plan.sort_by_key(|unit| (unit.position.is_none(), unit.position));
+        plan
+    }
+}
