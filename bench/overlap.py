@@ -198,8 +198,9 @@ def reasons(row: dict[str, Any]) -> list[str]:
     return [number(idle[why], 1) for why in timeline.REASONS] if idle else ["-"] * len(timeline.REASONS)
 
 
-TIME_HEADS = ["row", "ms", "x resident", "goal", "floor ms", "forward", "backward", "step", "call", *timeline.REASONS]
-SPACE_HEADS = ["row", "peak", "extra", "freed", "ring", "pinned", "set-up s", "close s"]
+PARTS = ("forward", "backward", "step")
+TIME_HEADS = ["row", "ms", "x resident", "goal", "floor ms", *PARTS, "call", "waits", *timeline.REASONS]
+SPACE_HEADS = ["row", "peak", "extra", "freed", "ring", "pinned", "set-up s", "close s", "accepted"]
 
 
 def times(row: dict[str, Any]) -> list[str]:
@@ -210,8 +211,9 @@ def times(row: dict[str, Any]) -> list[str]:
         number(row.get("times_resident"), 3),
         number(row.get("goal"), 2),
         ms(row.get("floor_step_s")),
-        *(ms(row["parts_s"][part]) for part in ("forward", "backward", "step")),
+        *(ms(row["parts_s"][part]) for part in PARTS),
         ms(row["call_s"]),
+        ms(row["stats"].get("handle", {}).get("exposed_s")),
         *reasons(row),
     ]
 
@@ -228,6 +230,7 @@ def space(row: dict[str, Any]) -> list[str]:
         number(row["pinned_bytes"], 1, 1e9),
         number(row["setup_s"], 1),
         number(row["close_s"], 1),
+        f"{handle['accepted']} of {handle['speculated']}" if handle.get("speculated") else "-",
     ]
 
 
@@ -242,7 +245,8 @@ def print_report(found: dict[str, Any]) -> None:
     ran = [row for row in found["rows"] if why_not(row) is None]
     if ran:
         print(table(TIME_HEADS, [times(row) for row in ran]))
-        print("call: the host's time in step(); tail, wire, host: why torch's stream was idle in a profiled step\n")
+        print("call: the host's time in step(). waits: for updates, as the handle says")
+        print("tail, wire, host: why torch's stream was idle in a profiled step\n")
         print(table(SPACE_HEADS, [space(row) for row in ran]))
         print("GiB, pinned in GB. extra: beyond weights, gradients and activations; freed: gradients, during backward")
     for check in found["checks"]:

@@ -240,8 +240,7 @@ def draw_timelines(found: dict[str, Any]) -> str:
         text("title", 20, 28, "One of several back-to-back training steps"),
         text("small", 20, 48, about),
     ]
-    wanted = longest_ms / 8
-    step = min((unit * 10.0**power for power in range(-2, 5) for unit in (1, 2, 5)), key=lambda s: abs(s - wanted))
+    step = next(s for s in (unit * 10.0**power for power in range(-3, 6) for unit in (1, 2, 5)) if longest_ms / s <= 10)
     for number in range(int(longest_ms / step) + 1):
         x = place(number * step)
         parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{top + 6}" y2="{bottom - 8}"/>')
@@ -256,7 +255,8 @@ def draw_timelines(found: dict[str, Any]) -> str:
             parts.append(text("small", 20, at + 11, lane))
             parts.append(box("idle", 0, line["step_ms"], at))
             for begin, end, percent in line["lanes_ms"][lane]:
-                kind = next(name for name, _, last in line["parts_ms"] if begin < last) if lane == "compute" else lane
+                middle = (begin + end) / 2
+                kind = lane if lane != "compute" else next(name for name, _, last in line["parts_ms"] if middle < last)
                 earlier = lane != "compute" and begin < own
                 parts.append(box(f"{kind} before" if earlier else kind, begin, end, at, percent))
     legend = "light blue: forward, blue: backward, grey: step(). Height: how busy the lane is. Pale: the step before."

@@ -218,9 +218,9 @@ def on_cpu(run: Any, tokens: torch.Tensor) -> dict[str, Any]:
     if run.handle is None:
         lanes["update"] = [(at, until) for name, at, until in parts if name == "step"]
     else:
-        # The engine's step begins with the backward. What runs after the next forward has begun is shown where the same
-        # of the step before ran.
-        begin, step_s = parts[1][1], parts[-1][2]
+        # The engine's step begins with the backward, or with step() if gradients are clipped. What runs after the next
+        # forward has begun is shown where the same of the step before ran.
+        begin, step_s = parts[1 if run.row.hides == "backward" else 2][1], parts[-1][2]
         submitted = sorted(unit["submitted_ns"] / 1e9 for unit in run.handle.plan() if unit["submitted_ns"] is not None)
         lanes["update"] = [(at, at + step_s * NEAR) for at in ((begin + after) % step_s for after in submitted)]
     return lay_out(lanes, parts)
