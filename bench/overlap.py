@@ -200,7 +200,7 @@ def reasons(row: dict[str, Any]) -> list[str]:
 
 PARTS = ("forward", "backward", "step")
 TIME_HEADS = ["row", "ms", "x resident", "goal", "floor ms", *PARTS, "call", "waits", *timeline.REASONS]
-SPACE_HEADS = ["row", "peak", "extra", "freed", "ring", "pinned", "set-up s", "close s", "accepted"]
+SPACE_HEADS = ["row", "peak", "extra", "freed", "ring", "pinned", "set-up s", "close s", "mallocs", "accepted"]
 
 
 def times(row: dict[str, Any]) -> list[str]:
@@ -230,6 +230,7 @@ def space(row: dict[str, Any]) -> list[str]:
         number(row["pinned_bytes"], 1, 1e9),
         number(row["setup_s"], 1),
         number(row["close_s"], 1),
+        str(sum(row["allocations"].values())) if row.get("allocations") else "-",
         f"{handle['accepted']} of {handle['speculated']}" if handle.get("speculated") else "-",
     ]
 
@@ -249,6 +250,7 @@ def print_report(found: dict[str, Any]) -> None:
         print("tail, wire, host: why torch's stream was idle in a profiled step\n")
         print(table(SPACE_HEADS, [space(row) for row in ran]))
         print("GiB, pinned in GB. extra: beyond weights, gradients and activations; freed: gradients, during backward")
+        print("mallocs: calls of torch's allocator to the driver in the timed steps")
     for check in found["checks"]:
         print(f"{check_label(check)}: {verdict(check)}")
     for row in found["rows"]:

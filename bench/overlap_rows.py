@@ -261,13 +261,16 @@ def measure(model: Trained, name: str, spec: dict[str, Any]) -> dict[str, Any]:
         run.settle()
         begin = time.perf_counter()
         for number in range(warmup + spec["steps"]):
-            if number == warmup and device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(device)
+            if number == warmup:
+                allocated = allocations(device)
+                if device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats(device)
             losses.append(run.step(tokens, marks))
         marks.mark("end")
         run.settle()
         wall_s = time.perf_counter() - begin
         memory.look()
+        allocated = {name: count - allocated[name] for name, count in allocations(device).items()}
         step_s, stats, explained = marks.steps(warmup), run.stats(), explanation(run)
         call_s, idle = run.call_s[-spec["steps"] :], run.idle[-spec["steps"] :]
         peak = memory.peak()
@@ -288,6 +291,7 @@ def measure(model: Trained, name: str, spec: dict[str, Any]) -> dict[str, Any]:
         "last_loss": float(losses[-1]),
         "peak_bytes": peak_bytes,
         "driver_peak_bytes": peak["driver_peak_bytes"],
+        "allocations": allocated,
         "pinned_bytes": int(stats.get("optimizer", {}).get("pinned_bytes", 0)),
         "setup_s": setup_s,
         "close_s": time.perf_counter() - start,
@@ -295,6 +299,14 @@ def measure(model: Trained, name: str, spec: dict[str, Any]) -> dict[str, Any]:
         "explained": explained,
         "timeline": shown,
     }
+
+
+def allocations(device: torch.device) -> dict[str, int]:
+    """Return how often torch's allocator has asked the driver so far. In steps that are alike it should not."""
+    if device.type != "cuda":
+        return {}
+    found = torch.cuda.memory_stats(device)
+    return {name: int(found.get(name, 0)) for name in ("num_device_alloc", "num_device_free", "num_alloc_retries")}
 
 
 def explanation(run: Run) -> str | None:

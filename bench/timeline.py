@@ -27,6 +27,8 @@ STEPS = 2
 FIRST_S = 1e-3
 # The launch of a kernel after another leaves a gap that is no wait.
 LAUNCH_S = 20e-6
+# Calls of the driver that are noted, because they may hold up whoever submits work.
+SLOW_S, SLOW_CALLS = 3e-3, 24
 # Bars that are nearer to each other than this share of a step are drawn as one.
 NEAR = 1 / 400
 
@@ -92,6 +94,7 @@ def on_gpu(run: Any, tokens: torch.Tensor) -> dict[str, Any]:
 
 def from_trace(events: list[dict[str, Any]], names: list[str]) -> dict[str, Any]:
     """Return the lanes of one step from the events of a profile."""
+    calls = [event for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")]
     events = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     events.sort(key=lambda event: float(event["ts"]))
     spins = [event for event in events if "spin_kernel" in event["name"]]
@@ -116,7 +119,19 @@ def from_trace(events: list[dict[str, Any]], names: list[str]) -> dict[str, Any]
             busy.append(span)
         if lane is not None and "spin_kernel" not in name:
             lanes[lane].append(span)
-    return lay_out(lanes, parts) | why_idle(merged(busy), lanes, parts)
+    return lay_out(lanes, parts) | why_idle(merged(busy), lanes, parts) | {"calls": slow(calls, origin, end)}
+
+
+def slow(calls: list[dict[str, Any]], origin: float, end: float) -> list[list[Any]]:
+    """Return the calls of the driver that took longest: name, begin in ms, ms, and the thread's number."""
+    threads = sorted({call["tid"] for call in calls}, key=str)
+    found = []
+    for call in calls:
+        begin, took = float(call["ts"]) / 1e6 - origin, float(call["dur"]) / 1e6
+        if took > SLOW_S and begin < end - origin and begin + took > 0:
+            found.append([call["name"], round(begin * 1e3, 2), round(took * 1e3, 2), threads.index(call["tid"])])
+    found.sort(key=lambda call: -call[2])
+    return sorted(found[:SLOW_CALLS], key=lambda call: call[1])
 
 
 def lane_of(category: str, name: str, on_torchs: bool) -> str | None:
