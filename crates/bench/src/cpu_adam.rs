@@ -131,7 +131,7 @@ pub fn bench_cpu_adam(
                     segments: vec![segment.clone()],
                     scalars,
                     grad_scale: 1.0,
-                    follow_weights: case.follow,
+                    trust_master: !case.follow,
                 };
                 let start = Instant::now();
                 device.finish_on_host(device.update_on_host(pool, update)?)?;

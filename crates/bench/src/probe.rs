@@ -247,7 +247,7 @@ fn kernel_rate(device: &SharedDevice, params: u64) -> Result<KernelRate> {
     let mut times = Vec::new();
     for round in 0..6 {
         device.record(&start, &stream)?;
-        let update = Update { rule, segments: &segments, scalars: &scalars, grad_scale: None, skip: None };
+        let update = Update::new(rule, &segments, &scalars);
         device.launch(&stream, &Kernel::Update(update))?;
         device.record(&end, &stream)?;
         device.synchronize(&end)?;

@@ -69,9 +69,8 @@ pub struct HostUpdate {
     pub scalars: Arc<[Scalars]>,
     /// Every gradient is multiplied with this.
     pub grad_scale: f32,
-    /// Whether masters follow weights that are not their rounding. Where not, weights with a master are written and
-    /// never read.
-    pub follow_weights: bool,
+    /// As [`Update::trust_master`](crate::Update::trust_master): weights with a master are written and never read.
+    pub trust_master: bool,
 }
 
 impl HostUpdate {
@@ -396,7 +395,7 @@ impl Task {
                 for part in &ranges[share] {
                     let segment = &update.segments[part.segment];
                     let scalars = &update.scalars[segment.scalars as usize];
-                    let how = Sweep { scale: update.grad_scale, scalars, follow: update.follow_weights };
+                    let how = Sweep { scale: update.grad_scale, scalars, trust_master: update.trust_master };
                     // SAFETY: `HostUpdate::check` refused anything that is not live, aligned host memory of the right
                     // size, and operands of one segment that overlap. Ranges are disjoint, each is taken once, and the
                     // job keeps the memory alive. Whoever touches it meanwhile breaks the contract of `Device` and

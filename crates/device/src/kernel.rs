@@ -117,6 +117,7 @@ impl Kernel<'_> {
                 .try_for_each(|(region, writes)| visit(region, writes)),
             Self::Update(update) => {
                 update.grad_scale.iter().chain(&update.skip).try_for_each(|region| visit(region, false))?;
+                update.followed.iter().try_for_each(|region| visit(region, true))?;
                 let mut operands = update.segments.iter().flat_map(Segment::operands);
                 operands.try_for_each(|(region, writes)| visit(region, writes))
             }
@@ -170,10 +171,17 @@ impl Kernel<'_> {
                 Ok(())
             }
             Self::Update(update) => {
-                for flag in update.grad_scale.iter().chain(&update.skip) {
+                let one_word = |flag: &Region, what: &str| {
                     words(flag, 4)?;
-                    if flag.bytes() != 4 {
-                        return refuse(format!("a scale or skip flag of {} bytes; it is one f32", flag.bytes()));
+                    if flag.bytes() == 4 { Ok(()) } else { refuse(format!("{what}, of {} bytes", flag.bytes())) }
+                };
+                let read = update.grad_scale.iter().chain(&update.skip);
+                read.clone().try_for_each(|flag| one_word(flag, "a scale or skip flag, which is one f32"))?;
+                if let Some(followed) = &update.followed {
+                    one_word(followed, "a flag for masters that gave way, which is one u32")?;
+                    let mut others = read.chain(update.segments.iter().flat_map(Segment::operands).map(|(of, _)| of));
+                    if let Some(other) = others.find(|other| other.overlaps(followed)) {
+                        return refuse(format!("the flag for masters that gave way overlaps {other:?}"));
                     }
                 }
                 update.segments.iter().try_for_each(|segment| segment.check(update.rule, update.scalars.len()))

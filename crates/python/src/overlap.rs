@@ -13,6 +13,11 @@ use crate::torch::{self, Keeper};
 
 #[pymethods]
 impl Optimizer {
+    /// Change how many slots the next ring has, while there is none.
+    fn set_slots(&self, py: Python<'_>, slots: usize) -> PyResult<()> {
+        guard::run(py, || self.inner.set_slots(slots))
+    }
+
     /// Open an overlapped step. `order` has a number for each tensor of each table: smaller is needed earlier by the next
     /// forward.
     #[pyo3(signature = (order, hypers, speculative=false))]
@@ -86,16 +91,17 @@ impl Optimizer {
         })
     }
 
-    /// Tensors (table and place) that were updated since the last call. What `stream` gets from now on runs after these
-    /// updates, so their gradients may be freed in its order. Where torch has no streams: tensors whose updates have ended.
-    fn overlap_updated(&self, py: Python<'_>, stream: u64) -> PyResult<Vec<(usize, usize)>> {
-        guard::run(py, || self.inner.overlap_updated(torch::stream_of(self.inner.device(), stream)?.as_ref()))
+    /// Tensors (table and place) whose updates have ended since the last call: nothing reads their gradients any more. Never
+    /// waits, and makes no stream wait.
+    fn overlap_updated(&self, py: Python<'_>) -> PyResult<Vec<(usize, usize)>> {
+        guard::run(py, || self.inner.overlap_updated())
     }
 
-    /// Return when the updates of these tensors, or of all, were submitted; `stream` then waits for them.
-    fn overlap_wait(&self, py: Python<'_>, homes: Option<Vec<(usize, usize)>>, stream: u64) -> PyResult<()> {
+    /// Return when the updates of these tensors, or of all, were submitted; `stream` then waits for them. Whether one was
+    /// still under way.
+    fn overlap_wait(&self, py: Python<'_>, homes: Option<Vec<(usize, usize)>>, stream: u64) -> PyResult<bool> {
         if self.inner.overlap_is_quiet() {
-            return Ok(());
+            return Ok(false);
         }
         guard::run(py, || {
             self.inner.overlap_wait(homes.as_deref(), torch::stream_of(self.inner.device(), stream)?.as_ref())

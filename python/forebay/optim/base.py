@@ -625,6 +625,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def synchronize(self) -> None:
         """Wait until every store of the last step has ended."""
+        if self._overlap is not None:
+            self._overlap.finish()
         self._settle(None)
 
     @torch.no_grad()

@@ -11,6 +11,7 @@ import torch
 import forebay
 from support.optim import TINY
 from support.overlap import Run, adamw, batch, both, net
+from support.tensors import assert_same
 
 CLIPS = pytest.mark.parametrize("clip", [None, 0.05], ids=["plain", "clipped"])
 
@@ -137,6 +138,7 @@ class Odd(torch.nn.Module):
         self.skips = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output."""
         x = self.shared(self.tied(self.first(x)).tanh())
         x = self.shared(self.frozen(x)) * self.scalar
         if not self.skips:
@@ -202,13 +204,7 @@ def test_two_optimizers_for_one_model(device: torch.device, clip: float | None) 
                 optimizer.step()
                 optimizer.zero_grad()
         ends.append([parameter.detach().cpu().clone() for parameter in parameters])
-    forebay_same(*ends)
-
-
-def forebay_same(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
-    from support.tensors import assert_same
-
-    assert_same(a, b)
+    assert_same(*ends)
 
 
 def test_an_optimizer_of_torch_that_was_offloaded(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""What the tests of overlapped steps share: runs with and without, and an engine whose updates come as late as can be."""
+"""What the tests of overlapped steps share: runs with and without, and an engine whose updates come late."""
 
 from __future__ import annotations
 
@@ -30,13 +30,21 @@ class LateEngine:
         self._kept: list[tuple[str, tuple[Any, ...]]] = []
 
     def overlap_offer(self, *arguments: Any) -> None:
+        """Keep a gradient for later."""
         self._kept.append(("overlap_offer", arguments))
 
     def overlap_commit(self, *arguments: Any) -> None:
+        """Keep a commit for later."""
         self._kept.append(("overlap_commit", arguments))
 
-    def overlap_updated(self, stream: int) -> list[tuple[int, int]]:
-        return self._engine.overlap_updated(stream) if not self._kept else []
+    def overlap_abort(self) -> None:
+        """Forget what was kept."""
+        self._kept.clear()
+        self._engine.overlap_abort()
+
+    def overlap_updated(self) -> list[tuple[int, int]]:
+        """Return nothing while something is kept."""
+        return self._engine.overlap_updated() if not self._kept else []
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._engine, name)

@@ -1,8 +1,9 @@
 //! The kernels on the CPU: the reference that the GPU's are compared with. The update itself is in
 //! [`super::update`].
 
+use super::update::convert::{f32_to_bf16, f32_to_f16};
 use super::update::{Sweep, Unit};
-use crate::kernel::{power_element, uniform_element};
+use crate::kernel::{Dtype, power_element, uniform_element};
 use crate::memory::Region;
 use crate::update::{Rule, Scalars, Segment};
 
@@ -21,12 +22,52 @@ unsafe fn slice<'a, T>(region: &Region) -> &'a mut [T] {
 }
 
 /// Updates one segment. Operands were checked: live, equal in elements, aligned, and no two overlap.
-pub(crate) fn update(rule: &Rule, segment: &Segment, scale: f32, scalars: &Scalars, unit: Unit) {
-    let sweep = Sweep { scale, scalars, follow: true };
+pub(crate) fn update(rule: &Rule, segment: &Segment, scale: f32, scalars: &Scalars, unit: Unit, trust_master: bool) {
+    let sweep = Sweep { scale, scalars, trust_master };
     // SAFETY: `Kernel::check` refused anything that is not live, aligned device memory of the right size, and operands
     // of one segment that overlap. Two streams that touch them unordered break the contract of `Device` and get
     // unspecified numbers.
     unsafe { unit.sweep(rule, segment, 0..segment.elements() as usize, sweep) };
+}
+
+/// Sets a checked flag if a master of a segment that is about to be updated gives way to its weight. A pass of its own, so
+/// that an update without a flag does no more than before.
+pub(crate) fn note_followed(segment: &Segment, followed: &Region) {
+    // SAFETY: as in `update`; the flag is 4 bytes, aligned, and overlaps no operand.
+    unsafe {
+        let flag = slice::<u32>(followed);
+        if flag[0] != 1 && gives_way(segment) {
+            flag[0] = 1;
+        }
+    }
+}
+
+/// Whether the rounding of some master is not its weight.
+///
+/// # Safety
+/// The segment's operands must be checked, and nobody else may write to them meanwhile.
+unsafe fn gives_way(segment: &Segment) -> bool {
+    let Some(master) = &segment.master else { return false };
+    // SAFETY: as the caller promises; weight and master do not overlap.
+    unsafe {
+        let master = slice::<f32>(master);
+        match segment.weight_dtype {
+            Dtype::F32 => differ(master, slice(&segment.weight), f32::to_bits),
+            Dtype::Bf16 => differ(master, slice(&segment.weight), f32_to_bf16),
+            Dtype::F16 => differ(master, slice(&segment.weight), f32_to_f16),
+        }
+    }
+}
+
+/// Whether some weight does not have the bits of its rounded master.
+fn differ<T: Copy + PartialEq>(masters: &[f32], weights: &[T], round: impl Fn(f32) -> T) -> bool {
+    // A block at a time: without a branch for each element, so that it becomes vector code.
+    const BLOCK: usize = 1024;
+    let differs = |(masters, weights): (&[f32], &[T])| {
+        let pairs = masters.iter().zip(weights);
+        pairs.fold(false, |differs, (&master, &weight)| differs | (round(master) != weight))
+    };
+    masters.chunks(BLOCK).zip(weights.chunks(BLOCK)).any(differs)
 }
 
 /// Sets every byte of a checked region.

@@ -313,13 +313,17 @@ impl CpuDevice {
             Kernel::Update(update) => {
                 let (segments, scalars) = (update.segments.to_vec(), update.scalars.to_vec());
                 let (rule, scale, skip, unit) = (update.rule, update.grad_scale, update.skip, self.unit);
+                let (trust_master, followed) = (update.trust_master, update.followed);
                 Box::new(move || {
                     if skip.as_ref().is_some_and(|skip| kernels::flag(skip) != 0.0) {
                         return Ok(());
                     }
                     let scale = scale.as_ref().map_or(1.0, kernels::flag);
                     for segment in &segments {
-                        kernels::update(rule, segment, scale, &scalars[segment.scalars as usize], unit);
+                        if let Some(followed) = followed.as_ref().filter(|_| !trust_master) {
+                            kernels::note_followed(segment, followed);
+                        }
+                        kernels::update(rule, segment, scale, &scalars[segment.scalars as usize], unit, trust_master);
                     }
                     Ok(())
                 })

@@ -55,13 +55,14 @@ struct RawSegment {
 struct RawUpdate {
     grad_scale: u64,
     skip: u64,
+    followed: u64,
     segments: u32,
-    unused: u32,
+    trust_master: u32,
     scalars: [RawScalars; MAX_SETS],
     segment: [RawSegment; MAX_SEGMENTS],
 }
 
-const _: () = assert!(size_of::<RawUpdate>() == 3928, "the parameter size that the PTX declares");
+const _: () = assert!(size_of::<RawUpdate>() == 3936, "the parameter size that the PTX declares");
 
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
@@ -111,8 +112,9 @@ impl RawUpdate {
         Self {
             grad_scale: address(update.grad_scale.as_ref()),
             skip: address(update.skip.as_ref()),
+            followed: address(update.followed.as_ref()),
             segments: 0,
-            unused: 0,
+            trust_master: update.trust_master.into(),
             scalars: [RawScalars::default(); MAX_SETS],
             segment: [RawSegment::default(); MAX_SEGMENTS],
         }
@@ -401,4 +403,20 @@ impl Kernels {
 
 fn arg<T>(value: &mut T) -> *mut c_void {
     std::ptr::from_mut(value).cast()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_shipped_kernels_take_the_structs_declared_here() {
+        for rule in RULES {
+            for types in ["f32_f32", "bf16_f16", "f16_bf16"] {
+                let parameter = format!(".b8 {}_{types}_param_0[{}]", rule.name, size_of::<RawUpdate>());
+                assert!(rule.ptx.contains(&parameter), "{parameter}: make ptx");
+            }
+        }
+        assert!(MOVES.contains(&format!(".b8 copy_pairs_param_0[{}]", size_of::<RawPairs>())));
+    }
 }

@@ -12,7 +12,8 @@
 //! Before a rule gets a gradient, the gradient is widened to f32, multiplied with the step's scale if there is one, and
 //! negated if the group maximizes. The weight that a rule updates is the parameter, or its f32 master if there is one.
 //! A master whose rounding is not the parameter is replaced by the parameter, element by element. So a master that
-//! starts as zero becomes the weight at the first step, and a weight that was loaded replaces its stale master.
+//! starts as zero becomes the weight at the first step, and a weight that was loaded replaces its stale master. An
+//! update can say whether that happened ([`Update::followed`]), or trust its masters ([`Update::trust_master`]).
 
 mod adam;
 mod adamw;
@@ -242,6 +243,19 @@ pub struct Update<'a> {
     pub grad_scale: Option<Region>,
     /// An f32 on the device; where it is not zero, nothing is changed: GradScaler's `found_inf`.
     pub skip: Option<Region>,
+    /// Whether masters count as they are, also where their rounding is not the weight. Weights with a master are then only
+    /// written. So an update can be done again after its weights were overwritten.
+    pub trust_master: bool,
+    /// A u32 on the device that becomes 1 where a master gives way to its weight, and is never set back. Where nothing
+    /// gives way it is not touched.
+    pub followed: Option<Region>,
+}
+
+impl<'a> Update<'a> {
+    /// An update that is not scaled, not skipped, and whose masters follow weights.
+    pub fn new(rule: &'static Rule, segments: &'a [Segment], scalars: &'a [Scalars]) -> Self {
+        Self { rule, segments, scalars, grad_scale: None, skip: None, trust_master: false, followed: None }
+    }
 }
 
 /// A run of elements of one parameter, with the state that belongs to them.

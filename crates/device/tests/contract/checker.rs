@@ -97,20 +97,20 @@ fn every_operand_of_an_update_is_watched(on: &Subject) {
         let columns = rule.columns.len();
         let scalars = [groups(rule)[0].scalars()];
         // Those that are only read come first.
-        let operands: Vec<Region> = (0..5 + columns).map(|_| on.upload(&[0; 4]).all()).collect();
+        let operands: Vec<Region> = (0..6 + columns).map(|_| on.upload(&[0; 4]).all()).collect();
         let at = |i: usize| operands[i].clone();
         let segments = [Segment {
             grad: at(2),
             grad_dtype: Dtype::F32,
             weight: at(3),
             weight_dtype: Dtype::F32,
-            state: std::array::from_fn(|column| (column < columns).then(|| at(5 + column))),
+            state: std::array::from_fn(|column| (column < columns).then(|| at(6 + column))),
             master: Some(at(4)),
             first: 0,
             scalars: 0,
         }];
-        let update =
-            Update { rule, segments: &segments, scalars: &scalars, grad_scale: Some(at(0)), skip: Some(at(1)) };
+        let (grad_scale, skip, followed) = (Some(at(0)), Some(at(1)), Some(at(5)));
+        let update = Update { grad_scale, skip, followed, ..Update::new(rule, &segments, &scalars) };
         let host = on.pinned(4);
         for (i, operand) in operands.iter().enumerate() {
             let [updating, other] = on.streams(["the-update", "the-other"]);

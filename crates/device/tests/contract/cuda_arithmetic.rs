@@ -1,24 +1,49 @@
-//! The arithmetic of each rule's CUDA file against the rule's own, without a GPU: a C++ compiler makes a program of it
-//! in which every intrinsic is the plain operation. What surrounds the arithmetic in a kernel needs a GPU to be tested.
+//! Each rule's CUDA file against the rule's own arithmetic, without a GPU: a C++ compiler makes a program of it in which
+//! every intrinsic is the plain operation and threads run one after another. How threads run together and how a launch
+//! passes its structs needs a GPU to be tested.
 
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use forebay_device::Rule;
 use forebay_device::kernel::uniform_element;
 use forebay_device::update::{MAX_COLUMNS, MAX_SCALARS};
 
+use crate::segments::{Problem, Shape, dtype_pairs, plausible};
 use crate::written::{groups, rules};
 
-/// Reads records from standard input and writes weight and columns of each to standard output.
+/// With an argument it reads records from standard input and writes weight and columns of each to standard output. Without
+/// one it reads what `Problem::to_bytes` gives, runs the kernel, and writes the images and the flag.
 const PROGRAM: &str = r#"
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #define __device__
 #define __global__
 #define __launch_bounds__(threads)
 #define __grid_constant__
-#define asm(...)
+// The conversions of f16 are assembly in the kernels, both from x to y.
+#define asm(...) convert(x, y)
+static unsigned bits_of(float x) { unsigned bits; __builtin_memcpy(&bits, &x, 4); return bits; }
+static float float_of(unsigned bits) { float x; __builtin_memcpy(&x, &bits, 4); return x; }
+static float from_f16(unsigned short half) {
+    unsigned sign = unsigned(half & 0x8000) << 16, size = half & 0x7fff;
+    if (size >= 0x7c00) return float_of(sign | size << 13 | 0x7f800000 | (size > 0x7c00 ? 0x400000 : 0));
+    if (size < 0x400) return float_of(sign | bits_of(float(size) * float_of(103u << 23)));
+    return float_of(sign | ((size << 13) + (112u << 23)));
+}
+static unsigned short to_f16(float x) {
+    unsigned bits = bits_of(x), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+    if (x != x) return 0x7fff;
+    if (size >= 0x47800000) return sign | 0x7c00;
+    if (size < 0x38800000) return sign | (bits_of(float_of(size) + 0.5f) - 0x3f000000);
+    return sign | (size + 0xfff + (size >> 13 & 1) - (112u << 23)) >> 13;
+}
+template <class X, class Y> void convert(X x, Y& y) {
+    if constexpr (sizeof(X) == 2) y = from_f16(x.bits);
+    else y.bits = to_f16(x);
+}
 static float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
 static float __fmul_rn(float a, float b) { return a * b; }
 static float __fadd_rn(float a, float b) { return a + b; }
@@ -32,8 +57,42 @@ static struct { unsigned x; } blockIdx, threadIdx;
 #undef UPDATE_KERNELS
 #define UPDATE_KERNELS(name, Rule) using Written = Rule;
 #include RULE_FILE
+template <class T> static void get(T* to, size_t count) { if (std::fread(to, sizeof(T), count, stdin) != count) std::exit(2); }
+template <class T> static void put(const T* from, size_t count) { std::fwrite(from, sizeof(T), count, stdout); }
+static void kernel() {
+    static void (*const kernels[9])(const Update&) = {
+        update_segments<Written, float, float>, update_segments<Written, float, Bf16>, update_segments<Written, float, F16>,
+        update_segments<Written, Bf16, float>, update_segments<Written, Bf16, Bf16>, update_segments<Written, Bf16, F16>,
+        update_segments<Written, F16, float>, update_segments<Written, F16, Bf16>, update_segments<Written, F16, F16>,
+    };
+    u32 head[8], flag = 0xdead;
+    float values[2];
+    u64 bytes[6];
+    char* images[6];
+    get(head, 8), get(values, 2), get(bytes, 6);
+    for (int i = 0; i < 6; i++) get(images[i] = (char*)std::aligned_alloc(256, (bytes[i] + 256) & ~255ull), bytes[i]);
+    static Update step;
+    step.segments = head[2], step.trust_master = head[4];
+    step.followed = head[5] ? u64(&flag) : 0;
+    step.grad_scale = head[6] ? u64(&values[0]) : 0, step.skip = head[7] ? u64(&values[1]) : 0;
+    get(step.scalars, head[3]);
+    u32 blocks = 0;
+    for (u32 i = 0; i < head[2]; i++) {
+        u64 starts[6];
+        u32 numbers[4];
+        get(starts, 6), get(numbers, 4);
+        auto at = [&](int operand) { return starts[operand] == ~0ull ? 0 : u64(images[operand]) + starts[operand]; };
+        step.segment[i] = {at(0), at(1), {at(2), at(3), at(4)}, at(5), numbers[0], blocks, numbers[1], numbers[2]};
+        blocks += (numbers[0] + BLOCK_ELEMENTS - 1) / BLOCK_ELEMENTS;
+    }
+    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)
+        for (threadIdx.x = 0; threadIdx.x < THREADS; threadIdx.x++) kernels[3 * head[0] + head[1]](step);
+    for (int i = 0; i < 6; i++) put(images[i], bytes[i]);
+    put(&flag, 1);
+}
 struct Record { float weight, grad, state[MAX_COLUMNS]; u32 kept, position; Scalars scalars; };
-int main() {
+int main(int arguments, char**) {
+    if (arguments == 1) return kernel(), 0;
     Record r;
     while (std::fread(&r, sizeof r, 1, stdin) == 1) {
         Written::update(r.weight, r.grad, r.state, r.kept, r.scalars, r.position);
@@ -51,26 +110,48 @@ fn bits(results: Results) -> [u32; 1 + MAX_COLUMNS] {
     results.map(|value| if value.is_nan() { f32::NAN.to_bits() } else { value.to_bits() })
 }
 
-#[test]
-fn cuda_files_have_the_arithmetic_of_their_rules() {
+/// Makes a program of each rule's file in a folder; `None` where there is no compiler or no source.
+fn compile(name: &str) -> Option<(PathBuf, Vec<(&'static Rule, PathBuf)>)> {
     let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/cuda/kernels");
     if !kernels.is_dir() || Command::new("c++").arg("--version").output().is_err() {
         eprintln!("not tested: there is no C++ compiler here, or not the source");
-        return;
+        return None;
     }
-    let folder = std::env::temp_dir().join(format!("forebay-cuda-arithmetic-{}", std::process::id()));
+    let folder = std::env::temp_dir().join(format!("forebay-{name}-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
-    for rule in rules() {
+    let programs = rules().map(|rule| {
         let (source, program) = (folder.join(format!("{}.cpp", rule.name)), folder.join(rule.name));
         std::fs::write(&source, format!("#define RULE_FILE \"{}.cu\"\n{PROGRAM}", rule.name)).unwrap();
         let compiled = Command::new("c++")
-            .args(["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-I"])
+            .args(["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-I"])
             .args([&kernels, &source])
             .arg("-o")
             .arg(&program)
             .output()
             .unwrap();
         assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
+        (rule, program)
+    });
+    let programs = programs.collect();
+    Some((folder, programs))
+}
+
+/// What a program writes when it reads this.
+fn run(command: &mut Command, input: Vec<u8>) -> Vec<u8> {
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let mut standard_input = child.stdin.take().unwrap();
+    // From a thread: the program may write before it has read everything.
+    let writer = std::thread::spawn(move || standard_input.write_all(&input).unwrap());
+    let output = child.wait_with_output().unwrap();
+    writer.join().unwrap();
+    assert!(output.status.success(), "{:?}", output.status);
+    output.stdout
+}
+
+#[test]
+fn cuda_files_have_the_arithmetic_of_their_rules() {
+    let Some((folder, programs)) = compile("cuda-arithmetic") else { return };
+    for (rule, program) in programs {
         let (mut records, mut expected) = (Vec::new(), Vec::new());
         for (number, group) in groups(rule).iter().enumerate() {
             let s = group.scalars();
@@ -94,12 +175,7 @@ fn cuda_files_have_the_arithmetic_of_their_rules() {
                 expected.push((group.kept, [new, state[0], state[1], state[2]]));
             }
         }
-        let mut child = Command::new(&program).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        let mut input = child.stdin.take().unwrap();
-        // From a thread: the program writes before it has read everything.
-        let writer = std::thread::spawn(move || input.write_all(&records).unwrap());
-        let output = child.wait_with_output().unwrap().stdout;
-        writer.join().unwrap();
+        let output = run(Command::new(&program).arg("records"), records);
         let found = output.chunks_exact(size_of::<Results>()).map(|record| {
             let value = |i: usize| f32::from_ne_bytes(record[4 * i..4 * i + 4].try_into().unwrap());
             std::array::from_fn(value)
@@ -116,4 +192,57 @@ fn cuda_files_have_the_arithmetic_of_their_rules() {
     }
     std::fs::remove_dir_all(&folder).unwrap();
     assert_eq!(MAX_SCALARS, 8, "the record above has room for these");
+}
+
+/// What a flag holds before a launch.
+const UNTOUCHED: u32 = 0xdead;
+
+/// Everything around the arithmetic, for every rule and pair of types: scale and skip, masters that follow or are trusted,
+/// and the flag that tells of those that gave way.
+#[test]
+fn cuda_files_do_with_masters_what_rules_do() {
+    let Some((folder, programs)) = compile("cuda-masters") else { return };
+    for (rule, program) in programs {
+        let groups = groups(rule);
+        for (pair, (weight, grad)) in dtype_pairs().enumerate() {
+            let of_pair: Vec<_> = groups.iter().cycle().skip(4 * pair).take(4).collect();
+            let shape = |i: usize| Shape {
+                weight,
+                grad,
+                master: i % 3 != 1,
+                first: 700 * i as u64,
+                scalars: (i % 4) as u32,
+                shifted: i % 4 > 1,
+                ..Shape::plain([5, 4099, 64, 8192, 1, 300][i % 6], of_pair[i % 4].kept)
+            };
+            let scalars: Vec<_> = of_pair.iter().map(|group| group.scalars()).collect();
+            let some_follow = Problem::new(rule, &scalars, &(0..12).map(shape).collect::<Vec<_>>(), plausible);
+            let mut none_follows = some_follow.clone();
+            none_follows.set_weights(|_, master| master);
+            let mut nonsense = some_follow.clone().trusting();
+            nonsense.set_weights(|_, _| f32::NAN);
+            // One of the four elements that a thread takes together, or the one that is left over.
+            let mut one_follows = none_follows.clone();
+            one_follows.set_weight(0, pair % 5, 1.5);
+            let trusting = some_follow.clone().trusting();
+            for problem in [some_follow, none_follows, one_follows, trusting, nonsense] {
+                for (scale, has_flag, skip) in
+                    [(None, true, None), (Some(0.37), false, Some(0.0)), (None, true, Some(1.0))]
+                {
+                    let found = run(&mut Command::new(&program), problem.to_bytes(scale, skip, has_flag));
+                    let (mut after, mut gave_way) = (problem.clone(), false);
+                    if skip != Some(1.0) {
+                        gave_way = after.step(scale.unwrap_or(1.0));
+                    }
+                    let (images, flag) = found.split_at(found.len() - 4);
+                    let what =
+                        || format!("{rule:?}, {weight:?} with {grad:?} gradients, {scale:?} {has_flag} {skip:?}");
+                    assert!(after.has_images(images), "{}", what());
+                    let expected = if gave_way && has_flag { 1 } else { UNTOUCHED };
+                    assert_eq!(u32::from_ne_bytes(flag.try_into().unwrap()), expected, "{}", what());
+                }
+            }
+        }
+    }
+    std::fs::remove_dir_all(&folder).unwrap();
 }

@@ -21,7 +21,7 @@ fn threads() -> HostThreads {
 
 fn update_by(rule: &'static Rule, segments: Vec<Segment>) -> HostUpdate {
     let scalars = [groups(rule)[0].scalars()].into();
-    HostUpdate { rule, segments, scalars, grad_scale: 1.0, follow_weights: true }
+    HostUpdate { rule, segments, scalars, grad_scale: 1.0, trust_master: false }
 }
 
 /// A segment of f32 in host memory, with all columns.

@@ -177,7 +177,7 @@ fn updates_refuse_flags_that_do_not_fit(on: &Subject) {
     let at = |offset, len| spare.region(offset, len).unwrap();
     for rule in rules() {
         let scalars = two_sets(rule);
-        let base = Update { rule, segments: &[], scalars: &scalars, grad_scale: None, skip: None };
+        let base = Update::new(rule, &[], &scalars);
         let flags = [
             ("8 bytes", at(0, 8)),
             ("0 bytes", at(0, 0)),
@@ -187,10 +187,19 @@ fn updates_refuse_flags_that_do_not_fit(on: &Subject) {
         ];
         for (what, flag) in flags {
             refusal(on, &Kernel::Update(Update { grad_scale: Some(flag.clone()), ..base.clone() }), what);
-            refusal(on, &Kernel::Update(Update { skip: Some(flag), ..base.clone() }), what);
+            refusal(on, &Kernel::Update(Update { skip: Some(flag.clone()), ..base.clone() }), what);
+            refusal(on, &Kernel::Update(Update { followed: Some(flag), ..base.clone() }), what);
         }
         let (stream, segments) = (on.stream("fits").unwrap(), [fitting(on, rule)]);
-        let update = Update { segments: &segments, grad_scale: Some(at(0, 4)), skip: Some(at(4, 4)), ..base };
+        let (grad_scale, skip) = (Some(at(0, 4)), Some(at(4, 4)));
+        let update = Update { segments: &segments, grad_scale, skip, followed: Some(at(8, 4)), ..base };
+        let operands = segments[0].state.iter().flatten().chain([&segments[0].weight, &segments[0].grad]);
+        let operands = operands.chain(&segments[0].master).map(|operand| operand.slice(0, 4).unwrap());
+        for taken in operands.chain([at(0, 4), at(4, 4)]) {
+            let overlapping = Update { followed: Some(taken), ..update.clone() };
+            let reason = refusal(on, &Kernel::Update(overlapping), "a flag over an operand");
+            assert!(reason.contains("overlaps"), "{reason}");
+        }
         on.launch(&stream, &Kernel::Update(update.clone())).unwrap();
         on.launch(&stream, &Kernel::Update(Update { segments: &[], ..update })).unwrap();
         on.finish(&stream).unwrap();
@@ -201,8 +210,7 @@ fn updates_refuse_flags_that_do_not_fit(on: &Subject) {
 fn refused_segment(on: &Subject, rule: &'static Rule, what: &str, change: impl Fn(&mut Segment)) -> String {
     let (mut segments, scalars) = ([fitting(on, rule), fitting(on, rule)], two_sets(rule));
     change(&mut segments[1]);
-    let update = Update { rule, segments: &segments, scalars: &scalars, grad_scale: None, skip: None };
-    refusal(on, &Kernel::Update(update), what)
+    refusal(on, &Kernel::Update(Update::new(rule, &segments, &scalars)), what)
 }
 
 fn updates_refuse_operands_that_do_not_fit(on: &Subject) {

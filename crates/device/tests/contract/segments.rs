@@ -3,6 +3,7 @@
 
 use std::ops::Range;
 
+use forebay_device::kernel::uniform_element;
 use forebay_device::update::{MAX_COLUMNS, MAXIMIZE};
 use forebay_device::{Buffer, Dtype, HostThreads, HostUpdate, Kernel, Region, Rule, Scalars, Segment, Update};
 use half::{bf16, f16};
@@ -70,6 +71,22 @@ impl Shape {
 /// The f32 values of one element before the step: weight, gradient, columns of state, master.
 pub(crate) type Values = [f32; OPERANDS];
 
+/// Plausible training state: its values differ per segment, element and operand. Three weights in four are the rounding
+/// of their master, the fourth is not.
+pub(crate) fn plausible(segment: usize, element: usize) -> Values {
+    let value =
+        |operand: u64, low, high| uniform_element(1000 + 10 * segment as u64 + operand, element as u64, low, high);
+    let master = value(5, -1.0, 1.0);
+    [
+        if element % 4 == 3 { value(0, -1.0, 1.0) } else { master },
+        value(1, -0.5, 0.5),
+        value(2, -0.1, 0.1),
+        value(3, 0.0, 0.01),
+        value(4, 0.0, 0.02),
+        master,
+    ]
+}
+
 fn narrow(value: f32, dtype: Dtype) -> Vec<u8> {
     match dtype {
         Dtype::F32 => value.to_ne_bytes().into(),
@@ -91,6 +108,14 @@ fn same(a: f32, b: f32) -> bool {
     a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan())
 }
 
+/// What a launch may have besides its segments.
+#[derive(Clone, Default)]
+pub(crate) struct Flags {
+    pub(crate) grad_scale: Option<Region>,
+    pub(crate) skip: Option<Region>,
+    pub(crate) followed: Option<Region>,
+}
+
 /// Segments and everything they touch, as the host knows it.
 #[derive(Clone)]
 pub(crate) struct Problem {
@@ -100,6 +125,8 @@ pub(crate) struct Problem {
     /// Where each segment's operands start in the images.
     segments: Vec<(Shape, [usize; OPERANDS])>,
     pub(crate) scalars: Vec<Scalars>,
+    /// Whether masters count whatever their weights are.
+    trust_master: bool,
 }
 
 impl Problem {
@@ -125,7 +152,7 @@ impl Problem {
             }
             segments.push((*shape, starts));
         }
-        Self { rule, images, segments, scalars: scalars.to_vec() }
+        Self { rule, images, segments, scalars: scalars.to_vec(), trust_master: false }
     }
 
     fn value(&self, segment: usize, operand: usize, i: usize) -> f32 {
@@ -143,13 +170,44 @@ impl Problem {
         self.value(segment, STATE.start + column, i)
     }
 
+    pub(crate) fn set_weight(&mut self, segment: usize, i: usize, value: f32) {
+        let dtype = self.segments[segment].0.weight;
+        self.set(segment, WEIGHT, i, &narrow(value, dtype));
+    }
+
+    /// The same problem with masters that are trusted.
+    pub(crate) fn trusting(mut self) -> Self {
+        self.trust_master = true;
+        self
+    }
+
+    /// Sets all weights that have a master to something that is made from the master.
+    pub(crate) fn set_weights(&mut self, value: impl Fn(usize, f32) -> f32) {
+        for segment in 0..self.segments.len() {
+            let shape = self.segments[segment].0;
+            for i in (0..shape.elements).filter(|_| shape.master) {
+                self.set_weight(segment, i, value(i, self.value(segment, MASTER, i)));
+            }
+        }
+    }
+
+    /// Sets all weights to those of another problem with the same segments.
+    pub(crate) fn set_weights_of(&mut self, other: &Self) {
+        self.images[WEIGHT].clone_from(&other.images[WEIGHT]);
+    }
+
+    pub(crate) fn shapes(&self) -> impl Iterator<Item = Shape> {
+        self.segments.iter().map(|(shape, _)| *shape)
+    }
+
     fn set(&mut self, segment: usize, operand: usize, i: usize, bytes: &[u8]) {
         let at = self.segments[segment].1[operand] + i * bytes.len();
         self.images[operand][at..at + bytes.len()].copy_from_slice(bytes);
     }
 
-    /// The step on the host, one element after another.
-    pub(crate) fn step(&mut self, scale: f32) {
+    /// The step on the host, one element after another. Returns whether a master gave way to its weight.
+    pub(crate) fn step(&mut self, scale: f32) -> bool {
+        let mut gave_way = false;
         for segment in 0..self.segments.len() {
             let shape = self.segments[segment].0;
             let s = self.scalars[shape.scalars as usize];
@@ -157,7 +215,9 @@ impl Problem {
                 let value = |operand| self.value(segment, operand, i);
                 // A master counts where the weight is its rounding.
                 let follows = |master: f32| narrow(master, shape.weight) == narrow(value(WEIGHT), shape.weight);
-                let old = if shape.master && follows(value(MASTER)) { value(MASTER) } else { value(WEIGHT) };
+                let counts = shape.master && (self.trust_master || follows(value(MASTER)));
+                gave_way |= shape.master && !counts;
+                let old = if counts { value(MASTER) } else { value(WEIGHT) };
                 let grad = value(GRAD) * scale;
                 let grad = if s.flags & MAXIMIZE != 0 { -grad } else { grad };
                 let mut state = [0.0; MAX_COLUMNS];
@@ -173,6 +233,47 @@ impl Problem {
                 }
             }
         }
+        gave_way
+    }
+
+    /// All of it as bytes, for a program that runs the kernels: types and numbers of things, images, sets of scalars, and
+    /// where each segment's operands start. All segments have the types of the first.
+    pub(crate) fn to_bytes(&self, grad_scale: Option<f32>, skip: Option<f32>, has_flag: bool) -> Vec<u8> {
+        let place = |dtype: Dtype| DTYPES.iter().position(|&known| known == dtype).unwrap() as u32;
+        let (first, sets) = (self.segments[0].0, &self.scalars);
+        let mut bytes = Vec::new();
+        for number in [
+            place(first.weight),
+            place(first.grad),
+            self.segments.len() as u32,
+            sets.len() as u32,
+            self.trust_master.into(),
+            has_flag.into(),
+            grad_scale.is_some().into(),
+            skip.is_some().into(),
+        ] {
+            bytes.extend(number.to_ne_bytes());
+        }
+        [grad_scale, skip].iter().for_each(|value| bytes.extend(value.unwrap_or(f32::NAN).to_ne_bytes()));
+        self.images.iter().for_each(|image| bytes.extend((image.len() as u64).to_ne_bytes()));
+        self.images.iter().for_each(|image| bytes.extend(image));
+        for set in sets {
+            set.values.iter().for_each(|value| bytes.extend(value.to_ne_bytes()));
+            [set.flags, 0].iter().for_each(|number| bytes.extend(number.to_ne_bytes()));
+        }
+        for (shape, starts) in &self.segments {
+            assert_eq!((shape.weight, shape.grad), (first.weight, first.grad));
+            let start = |operand: usize| if shape.has(operand) { starts[operand] as u64 } else { u64::MAX };
+            (0..OPERANDS).for_each(|operand| bytes.extend(start(operand).to_ne_bytes()));
+            let numbers = [shape.elements as u32, shape.scalars, (shape.first % 2048) as u32, 0];
+            numbers.iter().for_each(|number| bytes.extend(number.to_ne_bytes()));
+        }
+        bytes
+    }
+
+    /// Whether these are its images, one after another.
+    pub(crate) fn has_images(&self, bytes: &[u8]) -> bool {
+        self.images.concat() == bytes
     }
 
     pub(crate) fn upload(&self, on: &Subject) -> OnDevice {
@@ -200,9 +301,11 @@ impl Problem {
     }
 
     /// One launch over all segments, brought to its end.
-    pub(crate) fn launch(&self, on: &Subject, device: &OnDevice, grad_scale: Option<Region>, skip: Option<Region>) {
+    pub(crate) fn launch(&self, on: &Subject, device: &OnDevice, flags: Flags) {
         let (stream, segments) = (on.stream("update").unwrap(), self.regions(&device.regions()));
-        let update = Update { rule: self.rule, segments: &segments, scalars: &self.scalars, grad_scale, skip };
+        let (Flags { grad_scale, skip, followed }, trust_master) = (flags, self.trust_master);
+        let update = Update::new(self.rule, &segments, &self.scalars);
+        let update = Update { grad_scale, skip, trust_master, followed, ..update };
         on.launch(&stream, &Kernel::Update(update)).unwrap();
         on.finish(&stream).unwrap();
     }
@@ -215,7 +318,7 @@ impl Problem {
             home
         });
         let (segments, scalars) = (self.regions(&homes), self.scalars.as_slice().into());
-        let update = HostUpdate { rule: self.rule, segments, scalars, grad_scale, follow_weights: true };
+        let update = HostUpdate { rule: self.rule, segments, scalars, grad_scale, trust_master: self.trust_master };
         let work = on.update_on_host(threads, update).unwrap();
         on.finish_on_host(work).unwrap();
         for (home, region) in homes.iter().zip(device.regions()) {

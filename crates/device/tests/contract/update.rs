@@ -5,7 +5,7 @@ use forebay_device::update::{MAX_COLUMNS, MAXIMIZE};
 use forebay_device::{Dtype, HostOptions, HostThreads, Region, Rule, Scalars};
 
 use crate::bench::{Subject, random};
-use crate::segments::{DTYPES, Problem, Shape, Values, dtype_pairs};
+use crate::segments::{DTYPES, Flags, Problem, Shape, dtype_pairs, plausible};
 use crate::written::{Group, different_groups, groups, rules, written};
 
 forebay_device::on_devices! {
@@ -15,6 +15,10 @@ forebay_device::on_devices! {
         many_segments_go_in_one_launch,
         special_values_come_out_as_written,
         a_master_gives_way_to_a_weight_that_was_replaced,
+        a_trusted_master_counts_whatever_its_weight_is,
+        an_update_done_again_has_the_bits_of_one,
+        masters_that_give_way_are_told,
+        an_update_that_is_skipped_tells_nothing,
         gradients_are_scaled_on_the_device,
         a_skip_flag_changes_nothing_at_all,
         a_buffer_without_momentum_is_left_alone,
@@ -26,22 +30,6 @@ const LENGTHS: [usize; 6] = [1, 3, 4095, 4096, 4097, 9001];
 
 /// Where segments start in their parameters.
 const FIRSTS: [u64; 8] = [0, 64, 512, 700, 2048 + 64, 65_536 * 3 + 1536, 5 * 512 + 3, (1 << 40) + 1021];
-
-/// Plausible training state: its values differ per segment, element and operand. Three weights in four are the rounding
-/// of their master, the fourth is not.
-fn plausible(segment: usize, element: usize) -> Values {
-    let value =
-        |operand: u64, low, high| uniform_element(1000 + 10 * segment as u64 + operand, element as u64, low, high);
-    let master = value(5, -1.0, 1.0);
-    [
-        if element % 4 == 3 { value(0, -1.0, 1.0) } else { master },
-        value(1, -0.5, 0.5),
-        value(2, -0.1, 0.1),
-        value(3, 0.0, 0.01),
-        value(4, 0.0, 0.02),
-        master,
-    ]
-}
 
 fn scalars(groups: &[Group]) -> Vec<Scalars> {
     groups.iter().map(Group::scalars).collect()
@@ -56,7 +44,7 @@ fn plain(groups: &[Group], elements: usize) -> Vec<Shape> {
 fn compare(on: &Subject, mut problem: Problem, what: &str) {
     let device = problem.upload(on);
     let host = problem.upload(on);
-    problem.launch(on, &device, None, None);
+    problem.launch(on, &device, Flags::default());
     let threads = HostThreads::new(&HostOptions::default()).unwrap();
     problem.update_on_host(on, &host, &threads, 1.0);
     problem.step(1.0);
@@ -237,6 +225,94 @@ fn a_master_gives_way_to_a_weight_that_was_replaced(on: &Subject) {
     }
 }
 
+/// Segments with all groups and pairs of types of a rule, with and without masters.
+fn mixed(rule: &'static Rule, masters: &[bool]) -> Problem {
+    let (groups, pairs) = (groups(rule), dtype_pairs().collect::<Vec<_>>());
+    let mut shapes = Vec::new();
+    for (i, plain) in plain(&groups, 0).into_iter().cycle().take(groups.len().max(9)).enumerate() {
+        for (turn, &master) in masters.iter().enumerate() {
+            let elements = LENGTHS[(i + 2 * turn) % LENGTHS.len()];
+            let (first, shifted) = (FIRSTS[(i + turn) % FIRSTS.len()], (i / 2 + turn) % 2 == 1);
+            let (weight, grad) = pairs[(i + 4 * turn) % pairs.len()];
+            shapes.push(Shape { elements, weight, grad, master, first, shifted, ..plain });
+        }
+    }
+    Problem::new(rule, &scalars(&groups), &shapes, plausible)
+}
+
+/// The weights of masters do not count, even if they are no numbers. Weights without a master do.
+fn a_trusted_master_counts_whatever_its_weight_is(on: &Subject) {
+    for rule in rules() {
+        let mut problem = mixed(rule, &[true, false, true]).trusting();
+        problem.set_weights(|i, master| if i % 3 == 0 { f32::NAN } else { 2.0 - master });
+        compare(on, problem, "trusted masters");
+    }
+}
+
+/// State and masters have their old values again, the weights have not. With trusted masters and another scale it has the
+/// bits of an update that was done once.
+fn an_update_done_again_has_the_bits_of_one(on: &Subject) {
+    for rule in rules() {
+        let mut before = mixed(rule, &[true, true]);
+        before.set_weights(|_, master| master);
+        let (mut once, mut first) = (before.clone(), before.clone());
+        assert!(!first.step(1.0) && !once.step(0.37), "nothing gives way");
+        let mut again = before.trusting();
+        again.set_weights_of(&first);
+        let device = again.upload(on);
+        again.launch(on, &device, Flags { grad_scale: Some(f32_on(on, 0.37)), ..Flags::default() });
+        once.expect(on, &device, "done again");
+    }
+}
+
+/// One weight that is not its master's rounding is enough, wherever it is. Without one, or where masters are trusted, the
+/// flag is not touched. The update itself is the same as without a flag.
+fn masters_that_give_way_are_told(on: &Subject) {
+    const UNTOUCHED: u32 = 0xdead;
+    for (turn, rule) in rules().enumerate() {
+        let tells = |problem: &Problem, expected: u32, what: &str| {
+            let device = problem.upload(on);
+            let flag = on.upload(&[[0xaa; 4], UNTOUCHED.to_ne_bytes(), [0xbb; 4]].concat());
+            problem.launch(on, &device, Flags { followed: Some(flag.region(4, 4).unwrap()), ..Flags::default() });
+            let found = on.download(&flag.all());
+            assert_eq!((&found[..4], &found[8..]), (&[0xaa; 4][..], &[0xbb; 4][..]), "beside the flag");
+            assert_eq!(u32::from_ne_bytes(found[4..8].try_into().unwrap()), expected, "{rule:?}, {what}");
+            device
+        };
+        let tells_and_updates = |problem: &Problem, expected: u32, what: &str| {
+            let (device, mut after) = (tells(problem, expected, what), problem.clone());
+            assert_eq!(after.step(1.0), expected == 1, "{rule:?}, {what}");
+            after.expect(on, &device, what);
+        };
+        tells_and_updates(&mixed(rule, &[true, false, true]), 1, "many give way");
+        tells_and_updates(&mixed(rule, &[true, false, true]).trusting(), UNTOUCHED, "all are trusted");
+        tells_and_updates(&mixed(rule, &[false]), UNTOUCHED, "there are no masters");
+        let mut holding = mixed(rule, &[true, false, true]);
+        holding.set_weights(|_, master| master);
+        tells_and_updates(&holding, UNTOUCHED, "all hold");
+        for (turns, (segment, shape)) in holding.shapes().enumerate().filter(|(_, shape)| shape.master).enumerate() {
+            let last = shape.elements - 1;
+            let i = [0, last, last / 2, last - last % 4][(turns + turn) % 4];
+            let (mut changed, was) = (holding.clone(), holding.weight(segment, i));
+            changed.set_weight(segment, i, [-was, f32::NAN, 0.0, 1.5 * was][turns % 4]);
+            tells(&changed, 1, &format!("{i} of segment {segment}, {shape:?}"));
+        }
+    }
+}
+
+fn an_update_that_is_skipped_tells_nothing(on: &Subject) {
+    for rule in rules() {
+        let (problem, flag) = (mixed(rule, &[true]), on.upload(&[7; 4]));
+        let device = problem.upload(on);
+        let flags = Flags { skip: Some(f32_on(on, 1.0)), followed: Some(flag.all()), ..Flags::default() };
+        problem.launch(on, &device, flags);
+        problem.expect(on, &device, "skipped");
+        assert_eq!(on.download(&flag.all()), [7; 4]);
+        problem.launch(on, &device, Flags { followed: Some(flag.all()), ..Flags::default() });
+        assert_eq!(on.download(&flag.all()), 1u32.to_ne_bytes(), "not skipped");
+    }
+}
+
 fn gradients_are_scaled_on_the_device(on: &Subject) {
     for (rule, scale) in
         rules().flat_map(|rule| [0.37, 0.0, 1.0, -2.5, f32::INFINITY, f32::NAN, 1e-30].map(|scale| (rule, scale)))
@@ -246,7 +322,8 @@ fn gradients_are_scaled_on_the_device(on: &Subject) {
         shapes.iter_mut().enumerate().for_each(|(i, shape)| shape.grad = DTYPES[i % 3]);
         let mut problem = Problem::new(rule, &scalars(&groups), &shapes, plausible);
         let device = problem.upload(on);
-        problem.launch(on, &device, Some(f32_on(on, scale)), Some(f32_on(on, 0.0)));
+        let (grad_scale, skip) = (Some(f32_on(on, scale)), Some(f32_on(on, 0.0)));
+        problem.launch(on, &device, Flags { grad_scale, skip, followed: None });
         let (host, threads) = (problem.upload(on), HostThreads::new(&HostOptions::default()).unwrap());
         problem.update_on_host(on, &host, &threads, scale);
         problem.step(scale);
@@ -268,11 +345,12 @@ fn a_skip_flag_changes_nothing_at_all(on: &Subject) {
         let before = Problem::new(rule, &scalars(&groups), &(0..60).map(shape).collect::<Vec<_>>(), plausible);
         for skip in [1.0, -1.0, f32::MIN_POSITIVE, 1e-45, f32::INFINITY, f32::NAN] {
             let device = before.upload(on);
-            before.launch(on, &device, Some(f32_on(on, 0.5)), Some(f32_on(on, skip)));
+            let (grad_scale, skipping) = (Some(f32_on(on, 0.5)), Some(f32_on(on, skip)));
+            before.launch(on, &device, Flags { grad_scale, skip: skipping, followed: None });
             before.expect(on, &device, &format!("skip {skip}"));
         }
         let (mut after, device) = (before.clone(), before.upload(on));
-        before.launch(on, &device, None, Some(f32_on(on, -0.0)));
+        before.launch(on, &device, Flags { skip: Some(f32_on(on, -0.0)), ..Flags::default() });
         after.step(1.0);
         after.expect(on, &device, "a flag of minus zero skips nothing");
     }
@@ -305,7 +383,7 @@ fn ten_steps_in_a_row_stay_exact(on: &Subject) {
         let device = problem.upload(on);
         for step in 1..=10 {
             problem.scalars = at(step);
-            problem.launch(on, &device, None, None);
+            problem.launch(on, &device, Flags::default());
             problem.step(1.0);
         }
         problem.expect(on, &device, "after ten steps");

@@ -63,7 +63,7 @@ impl StepInputs {
         segments: &Segments,
     ) -> Result<()> {
         let update = |segments: &[Segment], grad_scale: Option<Region>, skip: Option<Region>| {
-            let update = Update { rule, segments, scalars: &self.scalars, grad_scale, skip };
+            let update = Update { grad_scale, skip, ..Update::new(rule, segments, &self.scalars) };
             device.launch(compute, &Kernel::Update(update))
         };
         if !segments.early.is_empty() {

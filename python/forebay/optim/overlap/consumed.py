@@ -7,7 +7,7 @@ training would go on without clipping. So any use of this one raises an error th
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
@@ -37,10 +37,10 @@ class ConsumedGradient(torch.Tensor):
     _parameter: weakref.ref[torch.Tensor]
 
     @staticmethod
-    def __new__(cls, parameter: torch.Tensor, overlap: weakref.ref[Overlap]) -> ConsumedGradient:
+    def __new__(cls, parameter: torch.Tensor, overlap: weakref.ref[Overlap]) -> Self:
         """Return the stand-in for a parameter's gradient."""
-        make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
-        made: ConsumedGradient = make(
+        make: Any = torch.Tensor._make_wrapper_subclass
+        made: Self = make(
             cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
         )
         made._overlap, made._parameter = overlap, weakref.ref(parameter)
@@ -59,13 +59,13 @@ class ConsumedGradient(torch.Tensor):
         return cls.__torch_dispatch__(func, types, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Refuse everything; autograd comes here when it adds to a gradient."""
         raise OptionError(_refusal(_first((args, kwargs)), func))
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ConsumedGradient(shape={tuple(self.shape)}, dtype={self.dtype}, device={str(self.device)!r})"
 
     @property
@@ -123,7 +123,11 @@ def _refusal(gradient: ConsumedGradient | None, func: Any) -> str:
             "zero_grad() before the next one"
         )
     what = getattr(func, "__name__", str(func))
+    if overlap is not None and overlap.is_begun:
+        return (
+            f"{used} in backward, so {what} cannot use it; clip with the optimizer's max_grad_norm, change gradients "
+            "before the last backward, and call step() before zero_grad()"
+        )
     return (
-        f"{used}, so {what} cannot use it; clip with the optimizer's max_grad_norm, change gradients before the last "
-        "backward, or call remove() on the handle of overlap_step"
+        f"{used}, so {what} cannot use it; read gradients before the last backward, and call zero_grad() after step()"
     )

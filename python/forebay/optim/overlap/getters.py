@@ -25,21 +25,23 @@ METADATA: set[Any] = {
     getattr(torch.Tensor, name)
     for name in (
         "__hash__", "__len__", "_is_view", "dim", "element_size", "get_device", "has_names", "is_contiguous",
-        "is_floating_point", "is_inference", "is_same_size", "ndimension", "nelement", "numel", "size", "storage_offset",
-        "stride", "sym_size",
+        "is_floating_point", "is_inference", "is_same_size", "ndimension", "nelement", "numel", "size", "stride",
+        "storage_offset", "sym_size",
     )
     if hasattr(torch.Tensor, name)
 }  # fmt: skip
 """Methods that read shape, type and place only."""
 
+_TENSOR: Any = torch.Tensor
+
 GRADIENT: set[Any] = {
-    torch.Tensor.grad.__set__,  # type: ignore[attr-defined]
-    torch.Tensor.grad.__delete__,  # type: ignore[attr-defined]
-    torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
-    torch.Tensor.requires_grad_,
-    torch.Tensor.register_hook,
-    torch.Tensor.register_post_accumulate_grad_hook,
-    torch.Tensor.retain_grad,
-    torch.Tensor.backward,
+    _TENSOR.grad.__set__,
+    _TENSOR.grad.__delete__,
+    _TENSOR.requires_grad.__set__,
+    _TENSOR.requires_grad_,
+    _TENSOR.register_hook,
+    _TENSOR.register_post_accumulate_grad_hook,
+    _TENSOR.retain_grad,
+    _TENSOR.backward,
 }
 """What is done to the gradient of a parameter, or with it."""

@@ -35,9 +35,9 @@ def overlap_step(
     forward, and any use through torch.
 
     The training loop stays as it is, with the last backward marked by ``with optimizer.last_backward():``, or without a
-    mark if ``accumulation_steps`` is given. A gradient that was taken cannot be read, changed or added to any more: this
-    raises an error, as does reading a parameter between the last backward and ``step``. Gradients exist until the last
-    backward takes them, so clip with ``max_grad_norm``. A step without a backward raises an error.
+    mark if ``accumulation_steps`` is given. A gradient that was taken cannot be read, changed or added to: this raises
+    an error, as does reading a parameter between the last backward and ``step``. So clip with ``max_grad_norm``. A step
+    without a backward raises an error.
 
     Parameters
     ----------
@@ -72,7 +72,8 @@ def overlap_step(
     least = 2 * options.chunk_bytes
     if whole("overlap_bytes", overlap_bytes, 1) < least:
         raise OptionError(
-            f"invalid overlap_bytes: {overlap_bytes}; give at least two chunks, {least} bytes, or make chunk_bytes smaller"
+            f"invalid overlap_bytes: {overlap_bytes}; give at least two chunks, {least} bytes, or make chunk_bytes "
+            "smaller"
         )
     if options.grad_source != "grad":
         raise OptionError(
@@ -139,7 +140,8 @@ class OverlappedStep:
 
     def plan(self) -> list[dict[str, Any]]:
         """Return the parts of the last step in the order in which they ran."""
-        return self._overlap.engine.overlap_plan()
+        plan: list[dict[str, Any]] = self._overlap.engine.overlap_plan()
+        return plan
 
     def explain(self) -> str:
         """Return the plan of the last step as text."""

@@ -1,9 +1,9 @@
 """Parameters whose update is still to come: whoever reads one waits for it.
 
-Between ``step()`` and its update a parameter is of a subclass of its own class, made here. Torch hands every use of such
-a tensor to ``__torch_function__``, which makes the parameter an ordinary one again, waits, and then does what was asked.
-What only asks for shape, type or gradient does not wait. The object stays the same, and nothing is left of this when
-the parameter was read.
+Between ``step()`` and its update a parameter is of a subclass of its own class, made here. Torch hands every use of
+such a tensor to ``__torch_function__``, which waits, makes the parameter an ordinary one again, and then does what was
+asked. What only asks for shape, type or gradient does not wait. The object stays the same, and nothing is left of this
+when the parameter was read.
 
 Code that reads the memory without asking torch's Python door is not seen here: extensions in C++, compiled code, and
 FSDP2's gathering of shards. For these, ``reads.py`` waits before modules are called.
@@ -147,7 +147,6 @@ def settle(parameters: list[torch.Tensor]) -> None:
 
 def settle_everything() -> None:
     """Wait for all pending parameters of all optimizers."""
-    for overlap in {
-        id(found): found for reference in list(_waits.values()) if (found := reference()) is not None
-    }.values():
+    waiting = [reference() for reference in list(_waits.values())]
+    for overlap in dict.fromkeys(one for one in waiting if one is not None):
         overlap.settle(None)

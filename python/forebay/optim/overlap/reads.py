@@ -241,25 +241,25 @@ class Readers:
             parameters = [one.sharded_param for one in group.fsdp_params if id(one.sharded_param) in mine]
             if parameters:
                 sharded.update(map(id, parameters))
-                reader = ShardReader(self.overlap, group, parameters)
-                self.all.append(reader)
-                for parameter in parameters:
-                    self._owners.setdefault(id(parameter), []).append([reader])
+                self._add([ShardReader(self.overlap, group, parameters)])
         self._mine = mine - sharded
         for module in self._modules:
             owned = [one for one in module._parameters.values() if one is not None and id(one) in self._mine]
             if owned and not _is_wrapper(module):
-                reader = ModuleReader(self.overlap, module, list(dict.fromkeys(owned)))
-                self.all.append(reader)
-                self._own[id(module)] = [reader]
-                for parameter in reader.parameters:
-                    self._owners.setdefault(id(parameter), []).append(self._own[id(module)])
+                self._own[id(module)] = [ModuleReader(self.overlap, module, list(dict.fromkeys(owned)))]
+                self._add(self._own[id(module)])
         for module in filter(_is_wrapper, self._modules):
             inside = self._inside(module)
             if inside:
                 self._stands_for(module, ModuleReader(self.overlap, module, inside))
         self.follow_compiled()
         self._begins = [Begins(self.overlap, model) for model in self.models]
+
+    def _add(self, readers: list[Reader]) -> None:
+        """Add the readers of one owner; later ones may stand for the first."""
+        self.all += readers
+        for parameter in readers[0].parameters:
+            self._owners.setdefault(id(parameter), []).append(readers)
 
     def _inside(self, module: torch.nn.Module) -> list[torch.Tensor]:
         return [parameter for parameter in module.parameters() if id(parameter) in self._mine]
@@ -310,10 +310,13 @@ class Readers:
 
     def remove(self) -> None:
         """Remove all of them."""
-        for reader in (*self.all, *self._begins):
+        for reader in self.all:
             reader.remove()
-        for found in (self.all, self._owners, self._begins, self._own, self._compiled):
-            found.clear()  # type: ignore[attr-defined]
+        for hook in self._begins:
+            hook.remove()
+        self.all, self._begins = [], []
+        for found in (self._owners, self._own, self._compiled):
+            found.clear()
 
 
 def _is_wrapper(module: torch.nn.Module) -> bool:

@@ -5,8 +5,7 @@
   ``parameter.grad`` becomes a ``ConsumedGradient``. From then on the parameter is pending (see ``pending.py``), and
   reading it raises an error: it has neither its old value nor, before ``step``, a meaning.
 - ``step`` hands the other gradients over and returns. Reading a pending parameter now waits for its own update.
-- A gradient is held until the engine says that its update was submitted. The stream that allocated it then waits for
-  the update, so that torch's allocator may give the memory to the next kernel of that stream.
+- A gradient is held until its update has ended, or until torch's stream runs behind the update.
 
 Nothing here waits for the device, except on the CPU, which has no streams.
 """
@@ -80,9 +79,13 @@ class Overlap:
         self._trained: dict[int, Trained] = {}
         self._hooks: dict[int, Any] = {}
         self._pending: dict[int, torch.Tensor] = {}
+        # Where the engine has the parameters that the step under way, or the last one, updates; by their ids.
+        self._updated: dict[int, Home] = {}
         # Gradients that the engine may still read.
         self._held: dict[Home, list[torch.Tensor]] = {}
         self._coefficient: torch.Tensor | None = None
+        # Of the step under way.
+        self._engine: _core.Optimizer | None = None
         self._numbers: list[list[float]] = []
         self._flat: Flat | None = None
         self._rest: Flat | None = None
@@ -107,10 +110,9 @@ class Overlap:
 
     @property
     def engine(self) -> _core.Optimizer:
-        """The optimizer's engine."""
-        found = self.optimizer._engine
-        assert found is not None
-        return found
+        """The engine of the step under way."""
+        assert self._engine is not None
+        return self._engine
 
     def name_of(self, parameter: torch.Tensor) -> str:
         """Return what messages call a parameter."""
@@ -124,6 +126,23 @@ class Overlap:
         self._resize(optimizer, slots)
         self._follow(optimizer)
         optimizer._overlap = self
+        # Whatever is under way must not outlive the gradients that it reads.
+        self._finalizer = weakref.finalize(optimizer, self._outlive)
+        self._finalizer.atexit = False
+
+    def _outlive(self) -> None:
+        """Complete what is under way, and take all hooks off: the optimizer is gone."""
+        engine, self._engine = self._engine, None
+        if engine is not None and (self.is_open or self.is_begun):
+            with suppress(Error):
+                if self.is_begun:
+                    engine.overlap_abort()
+                engine.overlap_wait(None, stream_handle(self.compute))
+        self.is_begun = self.is_open = False
+        self._let_go(None)
+        self._held.clear()
+        self.readers.remove()
+        take_off(self._hooks)
 
     def _resize(self, optimizer: Optimizer, slots: int) -> None:
         """Give the ring another number of slots."""
@@ -132,7 +151,7 @@ class Overlap:
             optimizer._release_ring()
         optimizer._options = replace(optimizer._options, slots=slots)
         if optimizer._engine is not None and not optimizer.is_closed:
-            getattr(optimizer._engine, "set_slots", int)(slots)
+            optimizer._engine.set_slots(slots)
         if had_ring:
             optimizer._restore_ring()
 
@@ -202,7 +221,7 @@ class Overlap:
         """Make the current stream wait for the updates of a reader's parameters."""
         reader.step, reader.stream = self.steps, stream_handle(self.compute)
         self._wait(reader.parameters, reader.stream)
-        self._release(reader.stream)
+        self._release()
 
     def order(self, parameters: Iterable[torch.Tensor], stream: int) -> None:
         """Make another stream wait for the updates of parameters."""
@@ -218,21 +237,17 @@ class Overlap:
             self._wait(parameters, stream_handle(self.compute))
 
     def _homes(self, parameters: Iterable[torch.Tensor]) -> list[Home]:
-        found = (self._trained.get(id(parameter)) for parameter in parameters)
-        return [one.home for one in found if one is not None and one.home is not None]
+        return [self._updated[id(parameter)] for parameter in parameters if id(parameter) in self._updated]
 
     def _wait(self, parameters: Iterable[torch.Tensor] | None, stream: int) -> None:
-        optimizer = self._optimizer()
-        if optimizer is None or optimizer._engine is None or optimizer.is_closed:
-            self._let_go(parameters)
-            return
         if is_gpu(self.compute) and capturing():
             raise DeviceError(
                 "a parameter whose update is still to come is read while a CUDA graph is captured; call "
                 "optimizer.synchronize() before the capture"
             )
         homes = None if parameters is None else self._homes(parameters)
-        self.exposure.wait(optimizer._engine, homes, stream)
+        if homes is None or homes:
+            self.exposure.wait(self.engine, homes, stream)
         self._let_go(parameters)
 
     def _let_go(self, parameters: Iterable[torch.Tensor] | None) -> None:
@@ -240,11 +255,11 @@ class Overlap:
             if self._pending.pop(id(parameter), None) is not None:
                 restore(parameter)
 
-    def _release(self, stream: int) -> None:
-        """Drop the gradients whose updates were submitted; the stream now waits for these."""
+    def _release(self) -> None:
+        """Drop the gradients whose updates have ended."""
         if not self._held:
             return
-        for home in self.engine.overlap_updated(stream):
+        for home in self.engine.overlap_updated():
             gradient = self._held.pop(home, None)
             if gradient is not None:
                 self._freed += _bytes(gradient)
@@ -259,8 +274,8 @@ class Overlap:
             raise OptionError("last_backward cannot be nested")
         if self.is_begun or (self._awaits_step and any(one.parameter.grad is not None for one in self._all())):
             raise OptionError(
-                "the last backward of a step was run already, and step() was not called; call step(), or zero_grad() to "
-                "give these gradients up"
+                "the last backward of a step was run already, and step() was not called; call step(), or zero_grad() "
+                "to give these gradients up"
             )
         self._prepare(optimizer)
         self._check_late_reduction(optimizer)
@@ -289,7 +304,7 @@ class Overlap:
             self._checked = (flat, reducers)
 
     def final(self, parameter: torch.Tensor) -> None:
-        """Take a gradient, if this is the last backward before a step. Autograd calls this, perhaps in its own thread."""
+        """Take a gradient if this is the last backward before a step. Autograd calls this, also in its own threads."""
         one = self._trained.get(id(parameter))
         gradient = parameter.grad
         if one is None or gradient is None:
@@ -337,8 +352,7 @@ class Overlap:
         if options.streams and not engine.has_ring:
             return False
         self._numbers = [optimizer.numbers(group) for group in optimizer.param_groups]
-        engine.overlap_begin(self._order_of(optimizer), self._numbers)
-        self._begun()
+        self._open(optimizer, engine)
         return True
 
     def _is_prepared(self, optimizer: Optimizer) -> bool:
@@ -408,7 +422,7 @@ class Overlap:
         engine, stream, parameter = self.engine, stream_handle(self.compute), one.parameter
         # What is freed now is freed before the last gradient is final, unless this is the last.
         self._freed_before = self._freed
-        self._release(stream)
+        self._release()
         table, index = one.home
         columns = self._columns(one)
         engine.overlap_offer(table, index, one.weight, looked, one.group, stream, columns)
@@ -429,11 +443,14 @@ class Overlap:
         inner = locals_of(parameters)
         if inner is not parameters:
             bump_versions(inner)
-        self._pending.update((id(parameter), parameter) for parameter in parameters)
+        for parameter in parameters:
+            home = self._trained[id(parameter)].home
+            assert home is not None
+            self._pending[id(parameter)], self._updated[id(parameter)] = parameter, home
         mark(parameters, weakref.ref(self))
 
     def _give_up(self) -> None:
-        """Forget a step whose backward has failed. If the engine has begun to update, the state is torn, and it says so."""
+        """Forget a step whose backward has failed. If updates have begun, the state is torn, and the engine says so."""
         self._is_left = False
         if not self.is_begun:
             return
@@ -452,8 +469,9 @@ class Overlap:
 
     def _abandon(self) -> None:
         """Hold no gradient and no parameter of a step any more."""
-        with suppress(Error):
-            self.engine.overlap_wait(None, stream_handle(self.compute))
+        if self._engine is not None:
+            with suppress(Error):
+                self._engine.overlap_wait(None, stream_handle(self.compute))
         self._let_go(None)
         self._held.clear()
         for one in self._all():
@@ -508,13 +526,11 @@ class Overlap:
                 )
         numbers = [optimizer.numbers(group) for group in optimizer.param_groups]
         if numbers != self._numbers:
-            changed = next(
-                (i for i, pair in enumerate(zip(numbers, self._numbers, strict=False)) if len({*map(tuple, pair)}) > 1),
-                -1,
-            )
+            count = max(len(numbers), len(self._numbers))
+            changed = next(i for i in range(count) if numbers[i : i + 1] != self._numbers[i : i + 1])
             raise OptionError(
-                f"numbers of group {changed} were changed between the last backward and step(), and gradients were used "
-                "with the earlier ones; change lr and the like after step() or before the last backward"
+                f"numbers of group {changed} were changed between the last backward and step(), and gradients were "
+                "used with the earlier ones; change lr and the like after step() or before the last backward"
             )
 
     def _rest_of(self, flat: Flat, taken: list[Trained]) -> Flat:
@@ -538,8 +554,8 @@ class Overlap:
         else:
             tensors, numbers, resident = self._nothing(optimizer), self._numbers, None
         if not self.is_begun:
-            engine.overlap_begin(self._order_of(optimizer), numbers)
-            self._begun()
+            self._numbers = numbers
+            self._open(optimizer, engine)
         stream, scale = stream_handle(self.compute), 0 if coefficient is None else address(coefficient)
         try:
             engine.overlap_commit(tensors, stream, scale, resident)
@@ -582,7 +598,11 @@ class Overlap:
             found.append((looked, looked, [0] * count))
         return found
 
-    def _begun(self) -> None:
+    def _open(self, optimizer: Optimizer, engine: _core.Optimizer) -> None:
+        """Open a step in the engine."""
+        self._engine = engine
+        self._updated.clear()
+        engine.overlap_begin(self._order_of(optimizer), self._numbers)
         self.is_begun, self.is_open = True, False
         self._freed = self._freed_before = 0
         self.exposure.begin()
@@ -596,9 +616,8 @@ class Overlap:
     def _end(self) -> None:
         """Wait for what the last step has not updated yet, and drop its gradients."""
         if self.is_open:
-            stream = stream_handle(self.compute)
-            self._wait(None, stream)
-            self._release(stream)
+            # From here on the stream runs behind the updates, so torch may give it the memory of their gradients.
+            self._wait(None, stream_handle(self.compute))
             self.is_open = False
         self._held.clear()
 
@@ -641,6 +660,7 @@ class Overlap:
         if optimizer is not None and optimizer._overlap is self:
             self.check_between("remove()")
             self._end()
+            self._finalizer.detach()
             optimizer._overlap = None
             self._resize(optimizer, self._slots)
         self.readers.remove()
@@ -650,8 +670,7 @@ class Overlap:
         """Return the numbers of the last step that Python knows."""
         return {
             "steps": self.steps,
-            "exposed_s": self.exposure.seconds(),
-            "waits": self.exposure.waits,
+            **self.exposure.stats(),
             "freed_bytes": self._freed_before,
             "held_bytes": sum(_bytes(gradient) for gradient in self._held.values()),
             "taken_in_backward": self.taken_in_backward,

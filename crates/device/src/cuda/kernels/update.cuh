@@ -34,7 +34,9 @@ struct Segment {
 // Passed by value: a launch must not depend on memory that the host may have changed by the time it runs.
 struct Update {
     u64 grad_scale, skip;  // addresses of an f32 each, or 0
-    u32 segments, unused;
+    u64 followed;          // address of a u32 that is set to 1 where a master gives way to its weight, or 0
+    u32 segments;
+    u32 trust_master;      // whether masters count as they are, whatever their weights
     Scalars scalars[MAX_SETS];
     Segment segment[MAX_SEGMENTS];
 };
@@ -62,9 +64,17 @@ __device__ inline bool same(float a, float b) { return __float_as_uint(a) == __f
 __device__ inline bool same(Bf16 a, Bf16 b) { return a.bits == b.bits; }
 __device__ inline bool same(F16 a, F16 b) { return a.bits == b.bits; }
 
+// Whether a weight is its master's rounding.
+template <class P>
+__device__ inline bool holds(float master, P weight) {
+    P rounded;
+    narrow(master, rounded);
+    return same(rounded, weight);
+}
+
 // N elements starting at `at`: loaded together, so that all their reads are under way at once.
 template <class Rule, int N, class P, class G>
-__device__ void update_run(const Segment& seg, const Scalars& s, float scale, u32 at) {
+__device__ void update_run(const Update& step, const Segment& seg, const Scalars& s, float scale, u32 at) {
     struct alignas(N * sizeof(P)) Ps { P at[N]; };
     struct alignas(N * sizeof(G)) Gs { G at[N]; };
     struct alignas(N * sizeof(float)) Fs { float at[N]; };
@@ -79,14 +89,18 @@ __device__ void update_run(const Segment& seg, const Scalars& s, float scale, u3
     for (int c = 0; c < Rule::COLUMNS; c++) {
         if (kept(c)) state[c] = *f(seg.state[c]);
     }
+    bool trusts = step.trust_master != 0;
+    if (step.followed && seg.master && !trusts) {
+        bool all_hold = true;
+#pragma unroll
+        for (int i = 0; i < N; i++) all_hold &= holds(master.at[i], p.at[i]);
+        // Many threads may store it, all the same value.
+        if (!all_hold) *reinterpret_cast<volatile u32*>(step.followed) = 1;
+    }
 #pragma unroll
     for (int i = 0; i < N; i++) {
         float weight = widen(p.at[i]);
-        if (seg.master) {
-            P rounded;
-            narrow(master.at[i], rounded);
-            if (same(rounded, p.at[i])) weight = master.at[i];
-        }
+        if (seg.master) weight = trusts | holds(master.at[i], p.at[i]) ? master.at[i] : weight;
         float grad = __fmul_rn(widen(g.at[i]), scale);
         grad = s.has(MAXIMIZE) ? -grad : grad;
         float column[Rule::COLUMNS];
@@ -132,8 +146,10 @@ __device__ void update_segments(const Update& step) {
     for (int c = 0; c < Rule::COLUMNS; c++) columns |= seg.state[c];
     bool aligned = seg.weight % (4 * sizeof(P)) == 0 && seg.grad % (4 * sizeof(G)) == 0 && columns % 16 == 0;
     u32 fours = aligned ? (end - begin) / 4 : 0;
-    for (u32 i = threadIdx.x; i < fours; i += THREADS) update_run<Rule, 4, P, G>(seg, s, scale, begin + 4 * i);
-    for (u32 i = begin + 4 * fours + threadIdx.x; i < end; i += THREADS) update_run<Rule, 1, P, G>(seg, s, scale, i);
+    for (u32 i = threadIdx.x; i < fours; i += THREADS) update_run<Rule, 4, P, G>(step, seg, s, scale, begin + 4 * i);
+    for (u32 i = begin + 4 * fours + threadIdx.x; i < end; i += THREADS) {
+        update_run<Rule, 1, P, G>(step, seg, s, scale, i);
+    }
 }
 
 #define UPDATE_KERNEL(name, Rule, P, G)                                                              \

@@ -15,12 +15,14 @@
 //! - `report.rs` is what a step did.
 
 mod handover;
+mod host;
 mod points;
 mod report;
 mod schedule;
+mod step;
 mod worker;
 
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use forebay_device::{Cores, Error as DeviceError, Region, SharedDevice, Stream, ThreadHandle};
 
@@ -29,14 +31,15 @@ pub use report::{OverlapStats, OverlapUnit};
 use self::handover::{Handover, Phase};
 use self::points::Points;
 use self::report::Report;
-use self::schedule::{Layout, Part};
-use self::worker::{Commit, Message, NewStep, Offer, Worker};
+use self::schedule::{Layout, Lies, Part};
+use self::step::{Commit, Message, NewStep, Offer};
+use self::worker::Worker;
 use super::scalars::{ScalarSets, SharedPowers};
 use super::segments::{self, Binding, TableInput, TableStep};
 use super::table::StateTable;
-use super::{Optimizer, OptimizerInner, StepFlags, no_ring};
+use super::{Optimizer, OptimizerInner, StepFlags};
 use crate::error::{Error, Result};
-use crate::flow::{Mark, Marks};
+use crate::flow::{Mark, Marks, Pipeline};
 use crate::sync::{Mutex, lock};
 
 /// What overlapped steps of one optimizer need; made with the first of them.
@@ -64,6 +67,9 @@ struct Front {
     ready: Vec<Arc<Mark>>,
     /// By tensor: the group that it had in the last step.
     groups: Vec<Option<u32>>,
+    /// Whether parameters are on the host, where no stream orders who reads them.
+    on_host: bool,
+    pipeline: Weak<Pipeline>,
     step: Option<OpenStep>,
 }
 
@@ -78,6 +84,10 @@ struct OpenStep {
     expected: Vec<Option<Expected>>,
     /// By tensor: what it has if it was offered.
     offered: Vec<Option<Expected>>,
+    /// By tensor: bytes of its gradient, if it was offered.
+    grad_bytes: Vec<u64>,
+    /// Whether the host takes part: then gradients of tensors that are not resident are handed over at the commit.
+    shared: bool,
 }
 
 /// A tensor's numbers in a step.
@@ -213,23 +223,32 @@ impl Overlap {
             .collect()
     }
 
-    /// Orders a stream, or without one the host, behind a point.
-    fn order(&self, point: u64, stream: Option<&Stream>) -> Result<()> {
+    /// Orders a stream behind all updates that were submitted.
+    pub(super) fn order_all(&self, stream: &Stream) -> Result<()> {
+        self.order(self.points.latest(), Some(stream)).map(drop)
+    }
+
+    /// Orders a stream, or without one the host, behind a point. Whether it was not reached yet.
+    fn order(&self, point: u64, stream: Option<&Stream>) -> Result<bool> {
         let is_same = |of: &Option<Stream>| match (of, stream) {
             (None, None) => true,
             (Some(of), Some(stream)) => of.is_same(stream),
             _ => false,
         };
         if lock(&self.waited).iter().any(|(of, until)| is_same(of) && *until >= point) {
-            return Ok(());
+            return Ok(false);
         }
-        self.points.wait(point, stream)?;
+        // Once reached, it is for all: what a stream is given from now on comes after it.
+        let under_way = !self.points.is_reached(point)?;
+        if under_way {
+            self.points.wait(point, stream)?;
+        }
         let mut waited = lock(&self.waited);
         match waited.iter_mut().find(|(of, _)| is_same(of)) {
             Some((_, until)) => *until = point.max(*until),
             None => waited.push((stream.cloned(), point)),
         }
-        Ok(())
+        Ok(under_way)
     }
 }
 
@@ -285,10 +304,7 @@ impl Optimizer {
                 reason: format!("{} were added, and each has a number for each tensor", inner.tables.len()),
             });
         }
-        let streams = inner.tables.iter().any(|table| !table.is_resident());
-        if streams && inner.pipeline.is_none() {
-            return Err(no_ring());
-        }
+        inner.check_ring()?;
         let Some(powers) = inner.powers.clone() else {
             return Err(Error::InvalidOption {
                 option: "optimizer",
@@ -299,7 +315,9 @@ impl Optimizer {
         let overlap = self.overlap_of(&mut inner)?;
         let mut front = lock(&overlap.front);
         if front.layout.tables() != inner.tables.len() {
-            let tables = inner.tables.iter().map(|table| (&**table.plan(), table.is_resident()));
+            let on_host = if inner.hybrid.is_some() { Lies::Shared } else { Lies::OnHost };
+            let lies = |table: &StateTable| if table.is_resident() { Lies::OnDevice } else { on_host };
+            let tables = inner.tables.iter().map(|table| (&**table.plan(), lies(table)));
             front.layout = Arc::new(Layout::new(tables));
         }
         let (layout, tensors) = (front.layout.clone(), front.layout.tensors());
@@ -307,6 +325,8 @@ impl Optimizer {
             front.ready.push(overlap.marks.take()?);
         }
         front.groups.resize(tensors, None);
+        front.pipeline = inner.pipeline.as_ref().map(Arc::downgrade).unwrap_or_default();
+        front.on_host = layout.units.iter().any(|unit| unit.on_host);
         let mut step = OpenStep {
             tables: inner.tables.clone(),
             sets: ScalarSets::new(self.rule, groups.to_vec())?,
@@ -314,6 +334,8 @@ impl Optimizer {
             powers,
             expected: vec![None; tensors],
             offered: vec![None; tensors],
+            grad_bytes: vec![0; tensors],
+            shared: inner.hybrid.is_some(),
         };
         // A hook must not wait for the device to compute a power: whatever can be known is computed here.
         for (table, state) in inner.tables.iter().enumerate() {
@@ -333,6 +355,7 @@ impl Optimizer {
             tables: inner.tables.clone(),
             order: order.iter().flatten().copied().collect(),
             pipeline: inner.pipeline.clone(),
+            hybrid: inner.hybrid.clone(),
             scalars: step.unsent(),
             layout,
         };
@@ -363,12 +386,19 @@ impl Optimizer {
         let tensor = layout.number(table, place).ok_or_else(|| unknown(table, place))?;
         let (state, spec) = (&step.tables[table], &step.tables[table].plan().tensors()[place]);
         segments::check_binding(spec, &binding, state.is_resident().then_some(columns.len()))?;
+        if step.shared && !state.is_resident() {
+            return Err(Error::InvalidOption {
+                option: "offer",
+                value: spec.name.clone(),
+                remedy: "the host takes part in its update, so hand its gradient over at the commit".to_owned(),
+            });
+        }
         if step.offered[tensor].is_some() {
             return Err(Error::PlanMismatch { tensor: spec.name.clone(), reason: "it was offered already".to_owned() });
         }
         let numbers = step.numbers(&layout, tensor, binding.group)?;
         (binding.scalars, binding.early) = (numbers.set, true);
-        step.offered[tensor] = Some(numbers);
+        (step.offered[tensor], step.grad_bytes[tensor]) = (Some(numbers), binding.grad.bytes());
         groups[tensor] = Some(numbers.group);
         let (scalars, mark) = (step.unsent(), after.map(|_| ready[tensor].clone()));
         drop(front);
@@ -392,7 +422,7 @@ impl Optimizer {
         compute: Option<&Stream>,
         flags: StepFlags,
     ) -> Result<()> {
-        let inner = self.lock();
+        let mut inner = self.lock();
         let overlap = self.overlap().ok_or_else(not_open)?;
         overlap.not_forked()?;
         let mut front = lock(&overlap.front);
@@ -439,6 +469,7 @@ impl Optimizer {
         let commit = Commit {
             inputs,
             tensors: tensors.clone(),
+            landed: inner.landing.take(),
             mark: compute.map(|_| overlap.committed.clone()),
             grad_scale: flags.grad_scale,
             skip: flags.skip,
@@ -451,41 +482,41 @@ impl Optimizer {
         overlap.handover.commit(&tensors, Message::Commit(Box::new(commit)))
     }
 
-    /// Tensors that were updated since the last call, by table and place. What `stream` is given from now on runs after
-    /// these updates, so their gradients may be freed in its order. Without a stream: tensors whose updates have ended.
-    pub fn overlap_updated(&self, stream: Option<&Stream>) -> Result<Vec<(usize, usize)>> {
+    /// Tensors whose updates have ended since the last call, by table and place: nothing reads their gradients any more.
+    /// Never waits, and makes no stream wait: that would hold up a backward pass for the wire.
+    pub fn overlap_updated(&self) -> Result<Vec<(usize, usize)>> {
         let Some(overlap) = self.overlap() else { return Ok(Vec::new()) };
         overlap.not_forked()?;
-        // Points are reached in their order: one look is enough.
-        let reached = match stream {
-            Some(_) => u64::MAX,
-            None => overlap.points.newest_reached()?,
-        };
-        let (tensors, last) = overlap.handover.take_updated(|point| point <= reached)?;
-        if tensors.is_empty() {
+        if !overlap.handover.has_updated() {
             return Ok(Vec::new());
         }
-        overlap.order(last, stream)?;
-        let layout = lock(&overlap.front).layout.clone();
-        Ok(tensors.into_iter().map(|tensor| layout.home(tensor)).collect())
+        let reached = overlap.points.newest_reached()?;
+        let tensors = overlap.handover.take_updated(reached)?;
+        let front = lock(&overlap.front);
+        if let Some(step) = &front.step {
+            let bytes: u64 = tensors.iter().map(|&tensor| step.grad_bytes[tensor]).sum();
+            lock(&overlap.report).stats.freed_bytes += bytes;
+        }
+        Ok(tensors.into_iter().map(|tensor| front.layout.home(tensor)).collect())
     }
 
     /// Blocks until the updates of these tensors were submitted, of all where none are named; then makes `stream` wait for
-    /// them, or without a stream waits itself. Before the commit it waits for what was submitted, and for nothing else.
-    pub fn overlap_wait(&self, homes: Option<&[(usize, usize)]>, stream: Option<&Stream>) -> Result<()> {
-        let Some(overlap) = self.overlap() else { return Ok(()) };
+    /// them, or without a stream, or where a tensor is on the host, waits itself. Before the commit it waits for what was
+    /// submitted, and for nothing else. Returns whether an update was still under way.
+    pub fn overlap_wait(&self, homes: Option<&[(usize, usize)]>, stream: Option<&Stream>) -> Result<bool> {
+        let Some(overlap) = self.overlap() else { return Ok(false) };
         overlap.not_forked()?;
         if overlap.handover.is_quiet() {
-            return Ok(());
+            return Ok(false);
         }
         let tensors = homes.map(|homes| overlap.numbers(homes)).transpose()?;
-        let point = overlap.handover.wait(tensors.as_deref())?;
-        overlap.order(point, stream)?;
-        if tensors.is_none() || overlap.points.latest() == point {
-            let is_over = overlap.points.is_reached(point)?;
-            is_over.then(|| overlap.handover.reached(point));
+        let (point, waited) = overlap.handover.wait(tensors.as_deref())?;
+        let stream = stream.filter(|_| !lock(&overlap.front).on_host);
+        let under_way = overlap.order(point, stream)?;
+        if !under_way && overlap.points.latest() == point {
+            overlap.handover.reached(point);
         }
-        Ok(())
+        Ok(waited || under_way)
     }
 
     /// Whether nobody has to wait for an update: [`Self::overlap_wait`] would return at once.
@@ -512,7 +543,11 @@ impl Optimizer {
     pub fn overlap_stats(&self) -> OverlapStats {
         self.overlap().map_or_else(OverlapStats::default, |overlap| {
             let stats = lock(&overlap.report).stats;
-            OverlapStats { pending: overlap.handover.counts().1 as u64, ..stats }
+            let pending = overlap.handover.pending() as u64;
+            let Some(pipeline) = lock(&overlap.front).pipeline.upgrade() else {
+                return OverlapStats { pending, ..stats };
+            };
+            OverlapStats { pending, ring_bytes: pipeline.bytes(), streamed: pipeline.stats(), ..stats }
         })
     }
 
