@@ -179,8 +179,10 @@ class Run:
                 settings = scaled(row.overlap, spec["small"])
                 self.handle = forebay.overlap_step(model, self.optimizer, **settings)
             self.optimizer.prepare()
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, forebay.OptionError) and (row.overlap or {}).get("speculate"):
+                raise CannotRunError(str(error)) from error
             raise
 
     def step(self, tokens: torch.Tensor, marks: Any) -> torch.Tensor:
@@ -276,6 +278,8 @@ def measure(model: Trained, name: str, spec: dict[str, Any]) -> dict[str, Any]:
         peak = memory.peak()
         shown = timeline.record(run, tokens) if spec["profile"] and (row.overlap or row.profiled) else None
         start = time.perf_counter()
+    if (row.overlap or {}).get("speculate") and not stats["handle"].get("accepted"):
+        raise CannotRunError("no step was taken in backward and accepted")
     peak_bytes = None if peak["torch_peak_bytes"] is None else memory.allocated + peak["torch_peak_bytes"]
     return {
         "tokens": tokens.numel(),
@@ -413,7 +417,9 @@ def compare(model: Trained, names: list[str], spec: dict[str, Any]) -> Iterator[
             try:
                 plain_norms, bits = reference(limit)
                 about["clipped"] = sum(limit / (norm + 1e-6) < 1 for norm in plain_norms) if limit else 0
-                about |= same(train(model, row, spec, limit)[1], bits)
+                about |= same(train(model, row, spec, limit, about)[1], bits)
+            except CannotRunError as reason:
+                about["cannot_run"] = str(reason)
             except Exception as error:
                 traceback.print_exc()
                 about["error"] = f"{type(error).__name__}: {error}"
@@ -421,8 +427,13 @@ def compare(model: Trained, names: list[str], spec: dict[str, Any]) -> Iterator[
             yield {**about, "row_s": time.perf_counter() - begin}
 
 
-def train(model: Trained, row: Row, spec: dict[str, Any], limit: float | None) -> tuple[list[float], dict[str, str]]:
-    """Train some steps, each on tokens of its own; return the norms and sums over the bits of everything."""
+def train(
+    model: Trained, row: Row, spec: dict[str, Any], limit: float | None, about: dict[str, Any] | None = None
+) -> tuple[list[float], dict[str, str]]:
+    """Train some steps, each on tokens of its own; return the norms and sums over the bits of everything.
+
+    ``about`` gets what the handle says.
+    """
     clip = {} if limit is None else {"max_grad_norm": limit}
     batches = [model.tokens(1, spec["check_context"], seed) for seed in range(spec["check_steps"])]
     with running(model, row, spec, **clip) as run:
@@ -436,6 +447,8 @@ def train(model: Trained, row: Row, spec: dict[str, Any], limit: float | None) -
         bits = {"parameters": fingerprint(parameters, model.device)}
         for kind in ("exp_avg", "exp_avg_sq", "master_param"):
             bits[kind] = fingerprint([run.optimizer.state[p][kind] for p in parameters], model.device)
+        if about is not None:
+            about["handle"] = run.stats().get("handle")
         steps = [float(run.optimizer.state[p]["step"]) for p in parameters]
         found = {kind: f"{value:016x}" for kind, value in bits.items()} | {"steps": f"{min(steps)} {max(steps)}"}
         return [float(norm) for norm in norms], found
