@@ -418,6 +418,8 @@ def compare(model: Trained, names: list[str], spec: dict[str, Any]) -> Iterator[
                 plain_norms, bits = reference(limit)
                 about["clipped"] = sum(limit / (norm + 1e-6) < 1 for norm in plain_norms) if limit else 0
                 about |= same(train(model, row, spec, limit, about)[1], bits)
+                if limit == never and not (about["handle"] or {}).get("accepted"):
+                    raise CannotRunError("no step was taken in backward and accepted")
             except CannotRunError as reason:
                 about["cannot_run"] = str(reason)
             except Exception as error:
