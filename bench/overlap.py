@@ -269,7 +269,15 @@ def print_report(found: dict[str, Any]) -> None:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """Return the table of the documents."""
+    """Return the table of the documents, with where it comes from."""
+    gpu, tokens = (
+        found["machine"]["gpu"] or "CPU backend",
+        next(row["tokens"] for row in found["rows"] if "tokens" in row),
+    )
+    about = (
+        f"{found['params'] / 1e9:.3g}e9 bf16 parameters in the shape of {found['shape']}, {tokens:,} tokens per step, "
+        f"{gpu}, `{found['command']}` at commit `{found['commit']}`; wire {number(found['wire_gbps'], 1)} GB/s each way:\n"
+    )
     heads = ["row", "ms per step", "times resident", "floor", "exposed: tail, wire, host", "peak", "gradients freed"]
     lines = [heads, ["---"] * len(heads)]
     for row in found["rows"]:
@@ -281,7 +289,7 @@ def markdown(found: dict[str, Any]) -> str:
             cells += ["" if floor is None else ms(floor), exposed if row["overlap"] else "", size(row["peak_bytes"])]
             cells += [size(handle["freed_bytes"]) if handle.get("freed_bytes") else ""]
             lines.append(cells)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([about, *(f"| {' | '.join(line)} |" for line in lines)])
 
 
 def main() -> int:
