@@ -276,7 +276,8 @@ def markdown(found: dict[str, Any]) -> str:
     )
     about = (
         f"{found['params'] / 1e9:.3g}e9 bf16 parameters in the shape of {found['shape']}, {tokens:,} tokens per step, "
-        f"{gpu}, `{found['command']}` at commit `{found['commit']}`; wire {number(found['wire_gbps'], 1)} GB/s each way:\n"
+        f"{gpu}, `{found['command']}` at commit `{found['commit']}`; "
+        f"the wire: {number(found['wire_gbps'], 1)} GB/s each way:\n"
     )
     heads = ["row", "ms per step", "times resident", "floor", "exposed: tail, wire, host", "peak", "gradients freed"]
     lines = [heads, ["---"] * len(heads)]
