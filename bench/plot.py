@@ -25,12 +25,10 @@ STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1f2328; } .small { font-size: 12px; fill: #59636e; }
 .title { font-size: 16px; font-weight: 600; } .back { fill: #ffffff; } .grid { stroke: #d1d9e0; }
 .peer { fill: #8c959f; } .forebay { fill: #0969da; } .own { font-weight: 600; }
-.floor { stroke: #bc4c00; stroke-width: 2; } .driver { fill-opacity: 0.35; } .before { fill-opacity: 0.45; }
-.forward { fill: #54aeff; } .backward { fill: #0969da; } .step { fill: #8c959f; } .idle { fill: #f6f8fa; }
-.fetch { fill: #1a7f37; } .update { fill: #bc4c00; } .store { fill: #8250df; }
+.floor { stroke: #bc4c00; stroke-width: 2; } .driver { fill-opacity: 0.35; }
 @media (prefers-color-scheme: dark) {
   text { fill: #e6edf3; } .small { fill: #9198a1; } .back { fill: #0d1117; } .grid { stroke: #30363d; }
-  .peer { fill: #6e7681; } .forebay { fill: #4493f8; } .floor { stroke: #f0883e; } .idle { fill: #161b22; }
+  .peer { fill: #6e7681; } .forebay { fill: #4493f8; } .floor { stroke: #f0883e; }
 }
 """
 
@@ -204,6 +202,12 @@ def draw_activations(found: dict[str, Any]) -> str:
 
 # Where the bars of timelines begin and end, and what is drawn of a result, as far as it is there.
 SPAN, LANE = (130, 870), 19
+LANE_STYLE = """
+.before { fill-opacity: 0.45; } .idle { fill: #f6f8fa; }
+.forward { fill: #54aeff; } .backward { fill: #0969da; } .step { fill: #8c959f; }
+.fetch { fill: #1a7f37; } .update { fill: #bc4c00; } .store { fill: #8250df; }
+@media (prefers-color-scheme: dark) { .idle { fill: #161b22; } }
+"""
 SHOWN = ("stream", "overlap", "clip-overlap", "speculate")
 
 
@@ -235,7 +239,7 @@ def draw_timelines(found: dict[str, Any]) -> str:
     )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 48}" role="img">',
-        f"<title>One of several back-to-back training steps</title><style>{STYLE}</style>",
+        f"<title>One of several back-to-back training steps</title><style>{STYLE}{LANE_STYLE}</style>",
         f'<rect class="back" width="{WIDTH}" height="{bottom + 48}"/>',
         text("title", 20, 28, "One of several back-to-back training steps"),
         text("small", 20, 48, about),

@@ -318,7 +318,7 @@ def test_a_step_is_drawn_as_lanes(overlap, tmp_path: Path) -> None:
     assert "stream, plain" in text
     assert all(lane in text for lane in ("compute", "fetch", "update", "store"))
     table = run("bench/overlap.py", "--markdown", source)
-    assert table.stdout.count("\n| ") == 1 + sum("median_step_s" in row for row in overlap[1]["rows"])
+    assert table.stdout.count("\n| ") == 2 + sum("median_step_s" in row for row in overlap[1]["rows"])
     for row in overlap[1]["rows"]:
         row["timeline"] = None
     source.write_text(json.dumps(overlap[1]))
