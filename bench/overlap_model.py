@@ -36,7 +36,7 @@ class Shape:
 SHAPES = {
     "3b": Shape("Qwen2.5-3B", 151_936, 2048, 16, 2, 11_008, 36, tied=True),
     "7b": Shape("Qwen2.5-7B", 152_064, 3584, 28, 4, 18_944, 28, tied=False),
-    "small": Shape("a small Qwen2", 3000, 128, 4, 2, 688, 4, tied=True, context=32),
+    "small": Shape("a small Qwen2", 3000, 128, 4, 2, 688, 3, tied=True, context=32),
 }
 
 

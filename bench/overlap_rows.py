@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 GIB, MIB = 1 << 30, 1 << 20
 HYPER: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-# A small model's rings and budgets are this much smaller.
-SMALLER = 1024
+# What a small model has is this much smaller.
+SMALLER = {"chunk_bytes": 256, "overlap_bytes": 256, "resident_bytes": 1024}
 # Only this rate of both directions together is reached by a step, so it is what the wire is measured with.
 PIECE, PIECES = 16 << 20, 128
 
@@ -115,7 +115,7 @@ def scaled(options: dict[str, Any], small: bool) -> dict[str, Any]:
     """Return options for a model's size."""
     if not small:
         return options
-    return {key: value // SMALLER if key.endswith("_bytes") else value for key, value in options.items()}
+    return {key: value // SMALLER[key] if key in SMALLER else value for key, value in options.items()}
 
 
 def check_available(row: Row) -> None:
