@@ -1,7 +1,7 @@
 """Draw a result as one SVG file that needs nothing outside it.
 
 Rows of ``bench/step.py`` become bars, step time beside GPU memory; rows of ``bench/activations.py`` become points, time
-against peak memory.
+against peak memory; some rows of ``bench/overlap.py`` become timelines of one step.
 
 usage: python bench/plot.py RESULTS.json OUT.svg
 """
@@ -200,14 +200,87 @@ def draw_activations(found: dict[str, Any]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
+# Where the bars of timelines begin and end, and what is drawn of a result, as far as it is there.
+SPAN, LANE = (130, 870), 19
+LANE_STYLE = """
+.before { fill-opacity: 0.45; } .idle { fill: #f6f8fa; }
+.forward { fill: #54aeff; } .backward { fill: #0969da; } .step { fill: #8c959f; }
+.fetch { fill: #1a7f37; } .update { fill: #bc4c00; } .store { fill: #8250df; }
+@media (prefers-color-scheme: dark) { .idle { fill: #161b22; } }
+"""
+SHOWN = ("stream", "overlap", "clip-overlap", "speculate")
+
+
+def draw_timelines(found: dict[str, Any]) -> str:
+    """Return the SVG of one step of several rows, with one scale for all."""
+    drawn = [row for row in found["rows"] if row.get("timeline")]
+    rows = [row for row in drawn if row["name"] in SHOWN] or drawn
+    if not rows:
+        sys.exit("error: no row has a timeline: run bench/overlap.py without --no-profile")
+    longest_ms = max(row["timeline"]["step_ms"] for row in rows)
+    lanes = list(rows[0]["timeline"]["lanes_ms"])
+    height = 34 + LANE * len(lanes) + 12
+    top, bottom = 64, 64 + height * len(rows)
+
+    def place(ms: float) -> float:
+        return SPAN[0] + (SPAN[1] - SPAN[0]) * ms / longest_ms
+
+    def box(kind: str, begin: float, end: float, y: float, percent: float = 100) -> str:
+        x, tall = place(begin), max(1.5, (LANE - 5) * percent / 100)
+        wide = max(0.3, place(end) - x)
+        return (
+            f'<rect class="{kind}" x="{x:.1f}" y="{y + LANE - 5 - tall:.1f}" width="{wide:.1f}" height="{tall:.1f}"/>'
+        )
+
+    machine = found["machine"]
+    about = (
+        f"{found['params'] / 1e9:.2f}e9 bf16 parameters in the shape of {found['shape']}, {rows[0]['tokens']} tokens; "
+        f"{machine['gpu'] or 'CPU'}, torch {machine['torch']}, commit {str(found['commit'])[:12]}"
+    )
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 48}" role="img">',
+        f"<title>One of several back-to-back training steps</title><style>{STYLE}{LANE_STYLE}</style>",
+        f'<rect class="back" width="{WIDTH}" height="{bottom + 48}"/>',
+        text("title", 20, 28, "One of several back-to-back training steps"),
+        text("small", 20, 48, about),
+    ]
+    step = next(s for s in (unit * 10.0**power for power in range(-3, 6) for unit in (1, 2, 5)) if longest_ms / s <= 10)
+    for number in range(int(longest_ms / step) + 1):
+        x = place(number * step)
+        parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{top + 6}" y2="{bottom - 8}"/>')
+        parts.append(text("small", x, bottom + 8, f"{number * step:g} ms", "middle"))
+    for index, row in enumerate(rows):
+        line, y = row["timeline"], top + height * index
+        # What runs before this step's backward begins belongs to the step before.
+        own = next(begin for name, begin, _ in line["parts_ms"] if name == "backward")
+        parts.append(text("own", 20, y + 20, f"{row['label']}: {row['median_step_s'] * 1e3:.0f} ms"))
+        for number, lane in enumerate(lanes):
+            at = y + 30 + LANE * number
+            parts.append(text("small", 20, at + 11, lane))
+            parts.append(box("idle", 0, line["step_ms"], at))
+            for begin, end, percent in line["lanes_ms"][lane]:
+                middle = (begin + end) / 2
+                kind = lane if lane != "compute" else next(name for name, _, last in line["parts_ms"] if middle < last)
+                earlier = lane != "compute" and begin < own
+                parts.append(box(f"{kind} before" if earlier else kind, begin, end, at, percent))
+    legend = "light blue: forward, blue: backward, grey: step(). Height: how busy the lane is. Pale: the step before."
+    parts.append(text("small", 20, bottom + 30, legend))
+    return "\n".join([*parts, "</svg>", ""])
+
+
 def main() -> None:
     """Read the results, write the picture."""
     if len(sys.argv) != 3:
         sys.exit("usage: python bench/plot.py RESULTS.json OUT.svg")
     source, target = Path(sys.argv[1]), Path(sys.argv[2])
     found = json.loads(source.read_text())
-    is_activations = any("backward_s" in row for row in found["rows"])
-    target.write_text(draw_activations(found) if is_activations else draw(found))
+    if "checks" in found:
+        picture = draw_timelines(found)
+    elif any("backward_s" in row for row in found["rows"]):
+        picture = draw_activations(found)
+    else:
+        picture = draw(found)
+    target.write_text(picture)
     print(f"wrote {target}")
 
 

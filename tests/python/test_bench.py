@@ -276,3 +276,104 @@ def test_the_hosts_time_in_a_step_is_taken_apart(tmp_path: Path, without: str) -
     assert found["host_s"] <= found["call_s"]
     assert len(found["parts_s"]) == 3
     assert all(seconds > 0 for seconds in found["parts_s"].values())
+
+
+@pytest.fixture(scope="module")
+def overlap(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict]:
+    pytest.importorskip("transformers")
+    path = tmp_path_factory.mktemp("overlap") / "overlap.json"
+    rows = "resident,stream,overlap,overlap-4gib,clip-overlap"
+    options = ["--small", "--device", "cpu", "--steps", "2", "--rows", rows, "--commit", "abc", "--json", path]
+    done = run("bench/overlap.py", *options)
+    assert done.returncode == 0, done.stderr
+    return done, json.loads(path.read_text())
+
+
+def test_whole_steps_stand_beside_resident_ones(overlap) -> None:
+    done, found = overlap
+    assert found["is_complete"] is True
+    assert found["commit"] == "abc"
+    rows = {row["name"]: row for row in found["rows"]}
+    assert list(rows) == ["resident", "stream", "overlap", "overlap-4gib", "clip-overlap"]
+    assert rows["resident"]["times_resident"] == 1
+    for row in rows.values():
+        assert row["label"] in done.stdout
+        if "cannot_run" in row:
+            assert f"{row['label']}: not available: {row['cannot_run']}" in done.stdout
+            continue
+        assert len(row["step_s"]) == 2
+        assert row["times_resident"] == row["median_step_s"] / rows["resident"]["median_step_s"]
+        assert row["last_loss"] < row["first_loss"]
+    state_bytes = 12 * found["params"]
+    assert rows["stream"]["pinned_bytes"] == pytest.approx(state_bytes, rel=1e-2)
+    assert rows["stream"]["stats"]["optimizer"]["fetch_bytes"] == state_bytes
+
+
+def test_a_step_is_drawn_as_lanes(overlap, tmp_path: Path) -> None:
+    source, picture = tmp_path / "found.json", tmp_path / "found.svg"
+    source.write_text(json.dumps(overlap[1]))
+    done = run("bench/plot.py", source, picture)
+    assert done.returncode == 0, done.stderr
+    text = "".join(ET.parse(picture).getroot().itertext())
+    assert "stream, plain" in text
+    assert all(lane in text for lane in ("compute", "fetch", "update", "store"))
+    table = run("bench/overlap.py", "--markdown", source)
+    assert table.stdout.count("\n| ") == 2 + sum("median_step_s" in row for row in overlap[1]["rows"])
+    for row in overlap[1]["rows"]:
+        row["timeline"] = None
+    source.write_text(json.dumps(overlap[1]))
+    assert "run bench/overlap.py without --no-profile" in run("bench/plot.py", source, picture).stderr
+
+
+def test_overlapped_steps_have_the_bits_of_plain_ones(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = tmp_path / "checks.json"
+    small = ["--small", "--device", "cpu", "--check", "--check-steps", "3", "--json", path]
+    done = run("bench/overlap.py", *small, "--rows", "overlap,overlap-4gib,hybrid-overlap")
+    assert done.returncode == 0, done.stderr
+    checks = json.loads(path.read_text())["checks"]
+    names = [check["name"] for check in checks]
+    assert list(dict.fromkeys(names)) == ["resident", "overlap", "overlap-4gib", "hybrid-overlap"]
+    assert all(check["differing"] == [] for check in checks if "cannot_run" not in check)
+
+
+def test_a_row_of_steps_that_does_not_exist_is_refused() -> None:
+    done = run("bench/overlap.py", "--rows", "overlap,fastest")
+    assert done.returncode == 2
+    assert "fastest" in done.stderr
+    assert run("bench/overlap.py", "--model", "7b", "--rows", "speculate").returncode == 2
+
+
+def test_idle_time_of_a_profile_has_its_reason() -> None:
+    """The wait for what is needed first, a wait beside a copy, and one beside nothing."""
+
+    def event(name: str, begin: float, ms: float, stream: int, kind: str = "kernel") -> dict:
+        return {"cat": kind, "name": name, "ts": begin * 1e3, "dur": ms * 1e3, "args": {"stream": stream}}
+
+    names, events = [], []
+    for step in range(2):
+        at = 100.0 * step
+        for name, begin in (("forward", 0), ("backward", 40), ("step", 90)):
+            names.append(name)
+            events.append(event("spin_kernel(long)", at + begin, 0.001, 7))
+        # 10 ms for the embedding, 5 ms for a later layer while state is fetched, 3 ms for nothing.
+        events += [event("gemm", at + 10, 25, 7), event("gemm", at + 40, 20, 7), event("gemm", at + 63, 37, 7)]
+        events += [event("Memcpy HtoD (Pinned -> Device)", at, 40, 14, "gpu_memcpy")]
+        events += [event("Memcpy DtoH (Device -> Pinned)", at + 5, 30, 15, "gpu_memcpy")]
+        events += [event("adamw_bf16", at + 5, 2, 16), event("Memset (Device)", at + 62, 0.5, 16, "gpu_memset")]
+    names.append("end")
+    events.append(event("spin_kernel(long)", 200, 0.001, 7))
+    command = "import json, sys, timeline; print(json.dumps(timeline.from_trace(*json.load(sys.stdin))))"
+    done = subprocess.run(
+        [sys.executable, "-c", command],
+        check=True,
+        capture_output=True,
+        text=True,
+        input=json.dumps([events, names]),
+        env=environment(PYTHONPATH=os.pathsep.join([str(REPOSITORY / "bench"), *filter(None, sys.path)])),
+    )
+    found = json.loads(done.stdout)
+    assert found["idle_ms"] == pytest.approx({"tail": 10, "wire": 5, "host": 3}, abs=0.01)
+    assert found["busy_ms"] == pytest.approx({"compute": 82, "fetch": 40, "update": 2, "store": 30}, abs=0.01)
+    assert found["lanes_ms"]["compute"][0] == [10, 35, 100]
+    assert [name for name, _, _ in found["parts_ms"]] == ["forward", "backward", "step"]
