@@ -40,7 +40,11 @@ CLASSES: tuple[type[Optimizer], ...] = (AdamW, Adam, SGD)
 
 _JOINED: dict[tuple[type, type], Any] = {}
 
-INERT = {"__init__", "__module__", "__doc__", "__qualname__", "__dict__", "__weakref__", "__annotations__"}
+INERT = {
+    *("__init__", "__module__", "__doc__", "__qualname__", "__dict__", "__weakref__", "__annotations__"),
+    # The compiler adds these to every class from Python 3.13 on.
+    *("__firstlineno__", "__static_attributes__"),
+}
 """What a subclass of torch's optimizer may define for itself: it has no part in a step, in state or in groups."""
 
 
@@ -162,10 +166,20 @@ def _class_for(optimizer: torch.optim.Optimizer) -> type[Optimizer] | None:
     if found is ours.reference:
         return ours
     for cls in found.__mro__[: found.__mro__.index(ours.reference)]:
-        if any(name not in INERT and hasattr(ours, name) for name in vars(cls)):
+        if any(name not in INERT and hasattr(ours, name) and not _is_hook(cls, name) for name in vars(cls)):
             return None
     joined: type[Optimizer] = _joined(ours, found)
     return joined
+
+
+def _is_hook(cls: type, name: str) -> bool:
+    """Whether an attribute is the wrapper of an inherited ``step`` that torch puts on the class of a first instance."""
+    value = vars(cls)[name]
+    if name != "step" or not getattr(value, "hooked", False):
+        return False
+    base = next(vars(one)["step"] for one in cls.__mro__[1:] if "step" in vars(one))
+    # The base's step may have got a wrapper of its own since.
+    return value.__wrapped__ in (base, getattr(base, "__wrapped__", None))
 
 
 def _joined(ours: type[Optimizer], theirs: type[torch.optim.Optimizer]) -> Any:

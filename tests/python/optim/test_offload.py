@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
+import subprocess
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -173,6 +175,22 @@ def test_a_subclass_with_its_own_step_keeps_that_step(device: torch.device) -> N
     train(optimizer, parameters, 2)
     train(expected, twins, 2)
     assert_same(snapshot(optimizer, parameters), snapshot(expected, twins))
+
+
+@pytest.mark.parametrize("doubled", [False, True])
+def test_the_first_optimizer_of_a_process_may_be_of_a_subclass(doubled: bool) -> None:
+    # Torch puts a wrapper of the inherited step on the class of the first instance.
+    own = "def step(self, closure=None): super().step(closure); return super().step()" if doubled else "note = 1"
+    code = f"""
+import sys, torch, forebay
+class Sub(torch.optim.AdamW):
+    {own}
+first = Sub([torch.nn.Parameter(torch.ones(3))])
+assert "step" in vars(Sub)
+later = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))])
+sys.exit(isinstance(forebay.offload(first), forebay.AdamW) is {doubled})
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_subclass_keeps_what_is_its_own(device: torch.device) -> None:

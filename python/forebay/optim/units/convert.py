@@ -34,7 +34,10 @@ YIELDING = ("stats", "synchronize", "check_trusted", "distrust")
 """Methods that give way to those of the user's class."""
 
 
-NOT_METHODS = ("__slots__", "__dict__", "__weakref__", "__qualname__", "__annotations__")
+NOT_METHODS = (
+    *("__slots__", "__dict__", "__weakref__", "__qualname__", "__annotations__"),
+    *("__firstlineno__", "__static_attributes__"),
+)
 
 
 class InUnits:
