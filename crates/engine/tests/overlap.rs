@@ -19,6 +19,7 @@ forebay_device::on_devices! {
         any_order_of_offers_gives_the_bits_of_a_plain_step,
         every_placement_gives_the_bits_of_a_plain_step,
         delays_anywhere_change_nothing,
+        updates_wait_for_the_work_that_makes_gradients,
         a_gradient_that_is_not_final_holds_up_no_other,
         what_is_needed_first_is_updated_first,
         who_waits_for_a_tensor_reads_its_new_weights,
@@ -120,6 +121,39 @@ fn delays_anywhere_change_nothing(on: &Subject) {
         check(on, scenario, &ways, Placement::Stream);
         on.fault.clear();
     });
+}
+
+/// Gradients are made on the caller's stream, late, as they are offered or before the commit.
+fn updates_wait_for_the_work_that_makes_gradients(on: &Subject) {
+    for (placement, offered) in
+        [(Placement::Stream, vec![9, 2, 0, 5]), (Placement::Stream, vec![]), (Placement::Host, vec![])]
+    {
+        let second_resident = placement == Placement::Stream;
+        let scenario = Scenario { second_table: Some(7), second_resident, ..Scenario::new(group_tensors(), 3, 8192) };
+        let rig = Rig::placed(on, scenario, 1, placement).warm();
+        let tensors = rig.scenario.tensors.len();
+        let made: Vec<_> = (0..tensors)
+            .map(|tensor| {
+                let grad = rig.grad(0, tensor).unwrap();
+                let source = on.upload(&on.download(&grad));
+                on.fill(&grad, 0xff);
+                (source, grad)
+            })
+            .collect();
+        let make = |tensor: usize| {
+            on.launch(&rig.compute, &Kernel::Spin { ns: 10_000_000 }).unwrap();
+            on.copy(&rig.compute, &made[tensor].0.all(), &made[tensor].1).unwrap();
+        };
+        rig.optimizer.overlap_begin(&order(&rig, &vec![0; tensors]), &rig.scenario.groups_at(0)).unwrap();
+        for &tensor in &offered {
+            make(tensor);
+            offer(&rig, 0, tensor).unwrap();
+        }
+        (0..tensors).filter(|tensor| !offered.contains(tensor)).for_each(make);
+        commit(&rig, 0, &offered).unwrap();
+        rig.synchronize();
+        rig.assert_exact(1);
+    }
 }
 
 /// Tensors of a chunk each, so that each is a unit of its own.
