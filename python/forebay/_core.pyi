@@ -572,6 +572,10 @@ class Optimizer:
         Return when the updates of these tensors, or of all, were submitted; `stream` then waits for them. Whether one was
         still under way.
         """
+    def pinned_bytes(self, /) -> int:
+        """
+        Bytes that are pinned for it. Waits for nothing.
+        """
     def protect_all(self, /) -> None:
         """
         Return when the host may write into the state, as far as a save is concerned.
