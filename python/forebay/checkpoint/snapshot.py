@@ -169,7 +169,7 @@ def _pinned(optimizers: list[torch.optim.Optimizer]) -> set[int]:
         for one in _keepers(optimizers)
         for room in one.state.rooms.values()
         for view in room.views.values()
-        if local(view).numel()
+        if local(view).numel() and not room.is_resident
     }
 
 

@@ -92,6 +92,11 @@ class Optimizer(torch.optim.Optimizer):
         ``last_backward``. If the host updates parameters of a GPU, it also covers a ring of
         ``2 * slots * chunk_bytes`` for their gradients and weights. Optimizers that share this ring each count all of
         it: the ring stays while any of them uses it.
+    resident_bytes
+        Keep as much state on the GPU, for whole parameters in the order of the groups. With ``overlap_step`` this is
+        state whose update nothing hides: what the forward needs first has its gradient last.
+    resident_fraction
+        The same as a share of all state.
     grad_source
         The attribute of a parameter that has its gradient: ``"grad"``, or ``"decoupled_grad"`` or ``"main_grad"``, as
         Megatron-LM has them. ``zero_grad`` clears ``grad`` only.
@@ -445,7 +450,8 @@ class Optimizer(torch.optim.Optimizer):
         tensors = found.tensors_of(self._tables, homes)
         self._check_apart(found)
         numbers = [self.numbers(group) for group in self.param_groups]
-        return tensors, numbers, self._addresses(found) if self._options.is_resident else None
+        has_resident = any(table.is_resident for table in self._tables)
+        return tensors, numbers, self._addresses(found) if has_resident else None
 
     def _created_as(
         self, table: Table | None, homes: list[tuple[int, int]] | None
@@ -521,6 +527,8 @@ class Optimizer(torch.optim.Optimizer):
         for parameter, group, position in zip(found.parameters, found.groups, found.positions, strict=True):
             number, index = self._homes[id(parameter)]
             room, table = state.rooms[id(parameter)], self._tables[number]
+            if not table.is_resident:
+                continue
             for column in room.columns:
                 inner = local(state.view(room, column))
                 if inner.get_device() != table.devices[index] or inner.dtype != torch.float32:

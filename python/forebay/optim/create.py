@@ -58,8 +58,8 @@ def create(optimizer: Optimizer, flat: Flat, found: list[torch.Tensor], *, only:
                 if column in (*columns[group], MASTER) and value is not None:
                     check_layout(name, parameter, column, value, " as assigned")
             new.append(place)
-    if new:
-        _add(optimizer, flat, new, numbers)
+    for places, is_resident in _divided(optimizer, flat, new, columns):
+        _add(optimizer, flat, places, numbers, is_resident=is_resident)
     state.edited = False
     if not only or flat.created is not None:
         flat.settle(columns, optimizer._tables, homes)
@@ -98,7 +98,43 @@ def check_columns(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
                 )
 
 
-def _add(optimizer: Optimizer, flat: Flat, new: list[int], numbers: list[list[float]]) -> None:
+def _divided(
+    optimizer: Optimizer, flat: Flat, new: list[int], columns: list[list[str]]
+) -> list[tuple[list[int], bool]]:
+    """Divide parameters into those whose state is on the device and those whose state is not.
+
+    Whole parameters in the order of the groups, which is mostly that of the forward: what a forward needs first has its
+    gradient last, so that nothing hides its update.
+    """
+    options = optimizer._options
+    if not new or options.is_resident or (options.resident_bytes is None and options.resident_fraction is None):
+        return [(new, options.is_resident)] if new else []
+    compute = optimizer._compute
+
+    def size(place: int) -> int:
+        inner = local(flat.parameters[place])
+        count = len(columns[flat.groups[place]]) + options.keeps_master(inner.dtype)
+        return 4 * inner.numel() * count
+
+    sizes = {place: size(place) for place in new}
+    rooms = optimizer.state.rooms.values()
+    known = {id(room.parameter): 4 * local(room.parameter).numel() * len(room.columns) for room in rooms}
+    budget = options.resident_bytes
+    if budget is None:
+        budget = int((options.resident_fraction or 0.0) * (sum(known.values()) + sum(sizes.values())))
+    budget -= sum(known[id(room.parameter)] for room in rooms if room.is_resident)
+    chosen: list[int] = []
+    for place in new:
+        inner = local(flat.parameters[place])
+        if sizes[place] <= budget and sizes[place] and inner.device == compute:
+            chosen.append(place)
+            budget -= sizes[place]
+    taken = set(chosen)
+    parts = [(chosen, True), ([place for place in new if place not in taken], False)]
+    return [(places, is_resident) for places, is_resident in parts if places]
+
+
+def _add(optimizer: Optimizer, flat: Flat, new: list[int], numbers: list[list[float]], *, is_resident: bool) -> None:
     """Create a table for the parameters at these places of ``flat``."""
     engine, compute = optimizer._open()
     options, state = optimizer._options, optimizer.state
@@ -112,7 +148,7 @@ def _add(optimizer: Optimizer, flat: Flat, new: list[int], numbers: list[list[fl
         for group, has_master in zip(groups, master, strict=True)
     ]
     views: list[dict[str, torch.Tensor]] = [{} for _ in new]
-    if options.is_resident:
+    if is_resident:
         for name, tensor in zip(names, inner, strict=True):
             if tensor.device != compute:
                 raise OptionError(
@@ -123,13 +159,13 @@ def _add(optimizer: Optimizer, flat: Flat, new: list[int], numbers: list[list[fl
             shown = [name for name in kept if not state.is_late(name)]
             of_parameter.update((name, resident_column(parameter)) for name in shown)
     # Where nothing goes through the device, a parameter on the host is updated in place.
-    in_place = not is_gpu(compute) and options.host_fraction == 1.0
+    in_place = not is_gpu(compute) and options.host_fraction == 1.0 and not is_resident
     on_host = [tensor.device != compute or in_place for tensor in inner]
     if not optimizer._tables:
         optimizer._open_ring(engine, compute)
     sizes = [tensor.numel() for tensor in inner]
     begun = time.perf_counter()
-    number = engine.add(list(zip(names, sizes, groups, master, on_host, strict=True)), numbers)
+    number = engine.add(list(zip(names, sizes, groups, master, on_host, strict=True)), numbers, is_resident)
     logger.info(
         "%s: state of %d parameters, %d elements, created in %.2f s",
         optimizer._label,
@@ -137,13 +173,14 @@ def _add(optimizer: Optimizer, flat: Flat, new: list[int], numbers: list[list[fl
         sum(sizes),
         time.perf_counter() - begun,
     )
-    optimizer._tables.append(Table(parameters))
+    optimizer._tables.append(Table(parameters, is_resident=is_resident))
     for index, (parameter, kept, of_parameter) in enumerate(zip(parameters, columns, views, strict=True)):
         optimizer._homes[id(parameter)] = (number, index)
-        for name in () if options.is_resident else kept:
+        for name in () if is_resident else kept:
             view = engine.view(number, index, name)
             assert view is not None
             of_parameter[name] = state_like(parameter, host_tensor(view, inner[index]))
         counter = engine.view(number, index, STEP)
         assert counter is not None
-        state.place(Room(parameter, kept, torch.frombuffer(counter, dtype=torch.float32)[0], of_parameter))
+        step = torch.frombuffer(counter, dtype=torch.float32)[0]
+        state.place(Room(parameter, kept, step, of_parameter, is_resident=is_resident))

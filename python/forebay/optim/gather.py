@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 class Table:
     """Parameters whose state was created together, in the order in which the engine knows them."""
 
-    def __init__(self, parameters: list[torch.Tensor]) -> None:
+    def __init__(self, parameters: list[torch.Tensor], *, is_resident: bool = False) -> None:
+        # Whether its state is in torch's memory on the device.
+        self.is_resident = is_resident
         # None in the place of a parameter that the optimizer has forgotten.
         self.parameters: list[torch.Tensor | None] = [*parameters]
         # The engine relies on these: a parameter that changes its device or shape later raises an error.

@@ -34,6 +34,8 @@ class Keywords(TypedDict, total=False):
     max_grad_norm: float | None
     skip_nonfinite: bool
     pinned_budget_bytes: int | None
+    resident_bytes: int | None
+    resident_fraction: float | None
     grad_source: GradSource
     device: torch.device | str | None
     host_fraction: float | Literal["auto"] | None
@@ -61,6 +63,9 @@ class Options:
     host_kernel: str | None = None
     # How a GPU is driven; None for the engine's own way, where it has one.
     backend: str | None = None
+    # How much of the state stays on the device, in bytes or as a share.
+    resident_bytes: int | None = None
+    resident_fraction: float | None = None
 
     @property
     def is_resident(self) -> bool:
@@ -124,6 +129,8 @@ def resolve(
     max_grad_norm: float | None = None,
     skip_nonfinite: bool = False,
     pinned_budget_bytes: int | None = None,
+    resident_bytes: int | None = None,
+    resident_fraction: float | None = None,
     grad_source: str = "grad",
     device: torch.device | str | None = None,
     host_fraction: float | str | None = None,
@@ -147,6 +154,7 @@ def resolve(
         whole("pinned_budget_bytes", pinned_budget_bytes, 0)
         if placement == "resident":
             raise OptionError("pinned_budget_bytes contradicts placement 'resident', which pins no state")
+    _check_resident(placement, resident_bytes, resident_fraction)
     return Options(
         placement=placement,
         chunk_bytes=chunk_bytes,
@@ -161,7 +169,20 @@ def resolve(
         host_threads=host_threads,
         host_kernel=host_kernel,
         backend=backend,
+        resident_bytes=resident_bytes,
+        resident_fraction=resident_fraction,
     )
+
+
+def _check_resident(placement: str, size: object, fraction: object) -> None:
+    for name, value in (("resident_bytes", size), ("resident_fraction", fraction)):
+        if value is not None and placement == "resident":
+            raise OptionError(f"{name}={value!r} contradicts placement 'resident', which keeps all state there")
+    if size is not None and fraction is not None:
+        raise OptionError("resident_bytes and resident_fraction are two ways to say the same; give one of them")
+    whole("resident_bytes", size, 0, optional=True)
+    if fraction is not None:
+        share("resident_fraction", fraction)
 
 
 def _check_host(placement: str, fraction: object, threads: object, kernel: object) -> float | None:

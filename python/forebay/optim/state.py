@@ -88,6 +88,8 @@ class Room:
     views: dict[str, torch.Tensor]
     # A second tensor over the same pinned memory for each view. Assigning to ``.data`` of a view does not change these.
     origins: dict[str, torch.Tensor] = field(default_factory=dict)
+    # Whether the memory is torch's, on the parameter's device.
+    is_resident: bool = False
     # A dict that was removed and still shows this memory.
     taken: weakref.ref[ParameterState] | None = None
 
@@ -263,7 +265,7 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
         room.taken = weakref.ref(live)
         if self._optimizer.is_closed:
             self._forget(room)
-        elif self._optimizer._options.is_resident:
+        elif room.is_resident:
             # The memory is freed with the dict, and made again when it is needed.
             for name in list(room.views):
                 self._drop_view(room, name)
@@ -307,7 +309,7 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
         """Make this memory, which is zero, a parameter's state. Values that its dict has already are copied into it."""
         number = id(room.parameter)
         self.rooms[number] = room
-        pinned = {STEP: room.counter} | ({} if self._optimizer._options.is_resident else room.views)
+        pinned = {STEP: room.counter} | ({} if room.is_resident else room.views)
         room.origins = {name: local(view).detach() for name, view in pinned.items()}
         for name in [STEP, *room.views]:
             self._own(room, name)
@@ -341,7 +343,7 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
         if self.is_late(name):
             room.counter.zero_()
             self.hidden.add(number)
-        if self.is_late(name) and self._optimizer._options.is_resident:
+        if self.is_late(name) and room.is_resident:
             self._drop_view(room, name)
         elif not zeroed:
             local(self.view(room, name)).zero_()
@@ -416,7 +418,7 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
             self._shows_hidden = False
             for number in list(self.hidden) if whole else ():
                 room = self.rooms[number]
-                if self._optimizer._options.is_resident:
+                if room.is_resident:
                     for name in room.own:
                         self._drop_view(room, name)
                 self._refresh(room)

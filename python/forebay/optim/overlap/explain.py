@@ -40,7 +40,7 @@ def predicted_s(stats: dict[str, float | int], ran: list[dict[str, Any]], early:
     if not done or not busy_ns:
         return 0.0
     left = sum(part["bytes"] for part in ran) - sum(part["bytes"] for part in early)
-    return left / done * busy_ns / 1e9
+    return float(left / done * busy_ns / 1e9)
 
 
 def _mib(parts: list[dict[str, Any]]) -> str:

@@ -432,7 +432,7 @@ class Overlap:
 
     def _columns(self, one: Trained) -> list[int]:
         optimizer = self.optimizer
-        if not optimizer._options.is_resident:
+        if one.home is None or not optimizer._tables[one.home[0]].is_resident:
             return []
         room = optimizer.state.rooms[id(one.parameter)]
         return [address(local(optimizer.state.view(room, column))) for column in room.columns]
@@ -685,7 +685,10 @@ class Overlap:
         if engine is not None and optimizer is not None and not optimizer.is_closed and not optimizer._is_inherited():
             others = engine.overlap_stats()
             found = {**others, **found}
-            found["device_bytes"] = found["ring_bytes"] = others.get("ring_bytes", 0)
+            rooms = optimizer.state.rooms.values()
+            resident = sum(4 * local(room.parameter).numel() * len(room.columns) for room in rooms if room.is_resident)
+            found["resident_bytes"] = resident
+            found["device_bytes"] = found["ring_bytes"] + resident
             found["pinned_bytes"] = engine.pinned_bytes()
         return found
 
