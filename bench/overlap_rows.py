@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 GIB, MIB = 1 << 30, 1 << 20
 HYPER: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+EXPLAINED_LINES = 40
 # What a small model has is this much smaller.
 SMALLER = {"chunk_bytes": 256, "overlap_bytes": 256, "resident_bytes": 1024}
 # Only this rate of both directions together is reached by a step, so it is what the wire is measured with.
@@ -174,7 +175,7 @@ class Run:
         options = scaled({"chunk_bytes": 16 * MIB, **row.options, **limit}, spec["small"])
         check_available(row)
         try:
-            self.optimizer = forebay.AdamW(model.parameters(), **HYPER, **options)
+            self.optimizer = forebay.AdamW(model.named_parameters(), **HYPER, **options)
             if row.overlap is not None:
                 settings = scaled(row.overlap, spec["small"])
                 self.handle = forebay.overlap_step(model, self.optimizer, **settings)
@@ -314,8 +315,10 @@ def allocations(device: torch.device) -> dict[str, int]:
 
 
 def explanation(run: Run) -> str | None:
-    """Return what the handle says about its plan."""
-    return None if run.handle is None else str(run.handle.explain())
+    """Return what the handle says about its plan, without most of its chunks."""
+    if run.handle is None:
+        return None
+    return "\n".join(str(run.handle.explain()).splitlines()[:EXPLAINED_LINES])
 
 
 def wire(device: torch.device) -> float | None:
