@@ -12,6 +12,7 @@
 //! - for its turn on the host's ring it waits with its own lock alone; who has the turn is in a step, and takes no lock
 //!   of an optimizer any more (see `host_ring.rs`);
 //! - for a save, with a slot or with the turn: the thread that writes a save takes no lock, no slot and no turn.
+//! - for the thread of its overlapped step: that takes no lock of an optimizer, and waits for the same three.
 //!
 //! So no circle of waits can close. What is dropped, perhaps by Python's collector with the GIL held, waits for work of
 //! the device only.
