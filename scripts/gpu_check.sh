@@ -89,7 +89,7 @@ sanitize() {
 python_tests() {
     local folder paths=() code
     python3 -c 'import pytest, pytest_timeout, xdist' || { echo 'no pytest, pytest-timeout and pytest-xdist'; return 77; }
-    for folder in ${FOLDERS:-activations checkpoint distributed optim sleep}; do
+    for folder in ${FOLDERS:-activations checkpoint distributed optim overlap sleep}; do
         [ -d "tests/python/$folder" ] || { echo "no tests/python/$folder"; return 1; }
         paths+=("tests/python/$folder")
     done
