@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ def make(way: str, model: torch.nn.Module, args: Any, *more: TrainerCallback, **
         trainer = Trainer(model, args, train_dataset=data, eval_dataset=data, callbacks=list(more))
         attach(trainer, **options)
         return trainer
-    switches = {name: options.pop(name) for name in ("activations", "saves", "clip") if name in options}
+    switches = {name: options.pop(name) for name in ("activations", "overlap", "saves", "clip") if name in options}
     return Trainer(
         model,
         args,
@@ -263,3 +264,31 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path):
 def test_what_cannot_work_is_refused(tmp_path: Path, way, options, changes, message):
     with pytest.raises(forebay.OptionError, match=message):
         make(way, tiny(), arguments(tmp_path, **changes), **options).train()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("limit", [LIMIT, 0.0])
+def test_overlapped_steps_have_the_bits_of_plain_ones(tmp_path: Path, limit, accumulate):
+    def trained(**options: Any) -> tuple[Trainer, ForebayCallback]:
+        args = arguments(tmp_path, gradient_accumulation_steps=accumulate, max_grad_norm=limit)
+        trainer = Trainer(tiny(), args, train_dataset=tokens())
+        callback = attach(trainer, **options)
+        trainer.train()
+        return trainer, callback
+
+    plain, _ = trained()
+    overlapped, callback = trained(overlap={"overlap_bytes": 64 << 20})
+    assert_same_weights(weights(overlapped.model), weights(plain.model))
+    norms = logged(overlapped, "grad_norm")
+    assert norms == logged(plain, "grad_norm") if limit else all(math.isnan(norm) for norm in norms)
+    assert callback.overlapped.stats()["device_bytes"] >= 0
+    assert overlapped.optimizer.optimizer._overlap is None, "training has ended"
+
+
+def test_what_an_overlapped_step_cannot_do_is_said(tmp_path: Path):
+    with pytest.raises(forebay.OptionError, match="clip=False leaves clipping to the Trainer"):
+        ForebayCallback(overlap=True, clip=False)
+    args = arguments(tmp_path, max_grad_norm=0.0)
+    trainer = make("callback", tiny(), args, overlap=True)
+    with pytest.raises(forebay.OptionError, match="use attach"):
+        trainer.train()

@@ -44,6 +44,8 @@ class Clipping:
                 "the smaller limit is used; give one of them",
                 stacklevel=4,
             )
+        # Whether an overlapped step takes the gradients during backward, so that nobody can read their norm.
+        self.takes_gradients = False
         # The argument's value while a step is taken.
         self._taken: float | None = None
         self._norm: torch.Tensor | None = None
@@ -77,11 +79,12 @@ class Clipping:
         self, original: Callable[..., Any], parameters: Any, max_norm: float, *args: Any, **options: Any
     ) -> Any:
         """Stand in for ``accelerator.clip_grad_norm_``: a Trainer that does not clip calls it for the norm."""
-        if self._taken is None or not math.isinf(max_norm):
+        unknown = self._taken is None and self.takes_gradients
+        if not math.isinf(max_norm) or (self._taken is None and not unknown):
             return original(parameters, max_norm, *args, **options)
         # The Trainer reads the value after the step, when ``end_step`` has filled it in.
         device = self._optimizer.param_groups[0]["params"][0].device
-        self._norm = torch.zeros((), device=device)
+        self._norm = torch.full((), math.nan if unknown else 0.0, device=device)
         return self._norm
 
     def remove(self) -> None:

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: the optimizer, clipping inside its step, activation offload and saves in the background."""
+"""Hugging Face's Trainer: optimizer, clipping in its step, overlapped steps, activation offload, saves beside training."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ def attach(
     optimizer: type[torch.optim.Optimizer] | None = None,
     *,
     activations: bool | dict[str, Any] | None = None,
+    overlap: bool | dict[str, Any] | None = None,
     saves: bool | dict[str, Any] | None = None,
     clip: bool = True,
     **options: Any,
@@ -81,7 +82,7 @@ def attach(
     optimizer
         A class of forebay; ``forebay.AdamW`` by default. A Trainer that has an optimizer already keeps the object, and
         ``forebay.offload`` converts it.
-    activations, saves, clip
+    activations, overlap, saves, clip
         As in :class:`ForebayCallback`.
     options
         Options of the optimizer.
@@ -95,7 +96,7 @@ def attach(
         )
     else:
         forebay.offload(trainer.optimizer, **options)
-    callback = ForebayCallback(activations=activations, saves=saves, clip=clip)
+    callback = ForebayCallback(activations=activations, overlap=overlap, saves=saves, clip=clip)
     callback.accelerator = trainer.accelerator
     trainer.add_callback(callback)
     return callback
@@ -110,6 +111,9 @@ class ForebayCallback(transformers.TrainerCallback):  # type: ignore[misc]
     ----------
     activations
         Offload activations: True, or a dict of options of ``forebay.offload_activations``.
+    overlap
+        Run updates under backward and under the next forward, with the same bits: True, or a dict of options of
+        ``forebay.overlap_step``. If the Trainer does not clip, the norm is not known, and the log says NaN.
     saves
         Save the optimizer in the background, inside each checkpoint of the Trainer and instead of the Trainer's own
         ``optimizer.pt``: True, or a dict of options of ``forebay.checkpoint.async_save``. ``resume`` trains on.
@@ -122,15 +126,24 @@ class ForebayCallback(transformers.TrainerCallback):  # type: ignore[misc]
     """The Trainer's accelerator, which ``attach`` sets; None if it is not known."""
     offload: forebay.ActivationOffload | None = None
     """The activation offload of this run, or of the last one."""
+    overlapped: Any = None
+    """The handle of ``forebay.overlap_step`` of this run, or of the last one."""
 
     def __init__(
         self,
         *,
         activations: bool | dict[str, Any] | None = None,
+        overlap: bool | dict[str, Any] | None = None,
         saves: bool | dict[str, Any] | None = None,
         clip: bool = True,
     ) -> None:
         self._activations = _options("activations", activations)
+        self._overlap = _options("overlap", overlap)
+        if self._overlap is not None and not clip:
+            raise OptionError(
+                "clip=False leaves clipping to the Trainer, and an overlapped step has taken the gradients by then; leave "
+                "clip or overlap out"
+            )
         self._saves = _options("saves", saves)
         self._clips = clip
         self._undo = ExitStack()
@@ -188,6 +201,11 @@ class ForebayCallback(transformers.TrainerCallback):  # type: ignore[misc]
                 _check_activations(args)
                 self.offload = forebay.offload_activations(model, **self._activations)
                 undo.callback(self.offload.remove)
+            if self._overlap is not None:
+                self._check_overlap(args)
+                steps = {"accumulation_steps": args.gradient_accumulation_steps, **self._overlap}
+                self.overlapped = forebay.overlap_step(model, optimizer, **steps)
+                undo.callback(self.overlapped.remove)
             if self._saves is not None:
                 _check_saves(args, state, model, self.accelerator)
                 self._run = Saves(self._saves, model, inner, lr_scheduler, scaler)
@@ -270,6 +288,16 @@ class ForebayCallback(transformers.TrainerCallback):  # type: ignore[misc]
                 f"loaded; use callback.resume(trainer), which takes the newest complete checkpoint: {folder}"
             )
         self._run.load(path)
+
+    def _check_overlap(self, args: Any) -> None:
+        if self._clipping is None:
+            return
+        if self.accelerator is None and limit_of(args) is None:
+            raise OptionError(
+                "a Trainer that does not clip reads the gradients for its log, and an overlapped step has taken them by "
+                "then; use attach(trainer, overlap=True) instead of callbacks=, or set args.max_grad_norm"
+            )
+        self._clipping.takes_gradients = True
 
     def _end_clipping(self) -> None:
         clipping, self._clipping = self._clipping, None

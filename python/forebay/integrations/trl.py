@@ -31,6 +31,7 @@ def attach(
     optimizer: type[torch.optim.Optimizer] | None = None,
     *,
     activations: bool | dict[str, Any] | None = None,
+    overlap: bool | dict[str, Any] | None = None,
     saves: bool | dict[str, Any] | None = None,
     clip: bool = True,
     sleep: str | None = None,
@@ -44,7 +45,7 @@ def attach(
     ----------
     trainer
         Any trainer of TRL that has not trained yet.
-    optimizer, activations, saves, clip, options
+    optimizer, activations, overlap, saves, clip, options
         As in :func:`forebay.integrations.transformers.attach`.
     sleep
         What leaves the GPU while a trainer such as GRPO generates. ``"optimizer"``: gradients and the state of the
@@ -55,7 +56,9 @@ def attach(
         raise OptionError("activation_offloading=True of TRL offloads activations already; leave one of them out")
     # Checked before anything is changed.
     sleeping = None if sleep is None else SleepCallback(trainer, sleep)
-    callback = _transformers.attach(trainer, optimizer, activations=activations, saves=saves, clip=clip, **options)
+    callback = _transformers.attach(
+        trainer, optimizer, activations=activations, overlap=overlap, saves=saves, clip=clip, **options
+    )
     if sleeping is not None:
         trainer.add_callback(sleeping)
     return callback
