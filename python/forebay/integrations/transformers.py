@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: optimizer, clipping in its step, overlapped steps, activation offload, saves beside training."""
+"""Hugging Face's Trainer: optimizer, clipping inside its step, overlapped steps, activations, saves."""
 
 from __future__ import annotations
 
@@ -141,8 +141,8 @@ class ForebayCallback(transformers.TrainerCallback):  # type: ignore[misc]
         self._overlap = _options("overlap", overlap)
         if self._overlap is not None and not clip:
             raise OptionError(
-                "clip=False leaves clipping to the Trainer, and an overlapped step has taken the gradients by then; leave "
-                "clip or overlap out"
+                "clip=False leaves clipping to the Trainer, and an overlapped step has taken the gradients by then; "
+                "leave clip or overlap out"
             )
         self._saves = _options("saves", saves)
         self._clips = clip
@@ -294,8 +294,8 @@ class ForebayCallback(transformers.TrainerCallback):  # type: ignore[misc]
             return
         if self.accelerator is None and limit_of(args) is None:
             raise OptionError(
-                "a Trainer that does not clip reads the gradients for its log, and an overlapped step has taken them by "
-                "then; use attach(trainer, overlap=True) instead of callbacks=, or set args.max_grad_norm"
+                "a Trainer that does not clip reads the gradients for its log, and an overlapped step has taken them "
+                "by then; use attach(trainer, overlap=True) instead of callbacks=, or set args.max_grad_norm"
             )
         self._clipping.takes_gradients = True
 
