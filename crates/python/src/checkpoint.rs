@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use forebay::checkpoint::{self, FileEntry, Request, TensorBox, WriteOptions, dense_bytes};
 use forebay::device::{Place, Region, SharedDevice, open};
 use forebay::snapshot::{self, SnapshotStats};
-use forebay::{Error, Result};
+use forebay::{Error, Result, optimizer};
 use pyo3::prelude::*;
 
 use crate::accelerator::Unlocked;
@@ -161,8 +161,8 @@ impl Snapshot {
     /// Begin a snapshot of all state that these optimizers have in pinned memory; its copies take at most `budget_bytes`.
     #[new]
     fn new(py: Python<'_>, optimizers: Vec<Py<Optimizer>>, budget_bytes: u64) -> PyResult<Self> {
-        let optimizers: Vec<&Optimizer> = optimizers.iter().map(Py::get).collect();
-        guard::run(py, || Ok(Self { inner: Unlocked::new(Optimizer::snapshot(&optimizers, budget_bytes)?) }))
+        let optimizers: Vec<_> = optimizers.iter().map(|optimizer| &*optimizer.get().inner).collect();
+        guard::run(py, || Ok(Self { inner: Unlocked::new(optimizer::Optimizer::snapshot(&optimizers, budget_bytes)?) }))
     }
 
     /// Copy in the background what the next step will change.

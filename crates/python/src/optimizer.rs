@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use forebay::device::{Rule, open};
 use forebay::optimizer::StepFlags;
-use forebay::snapshot::Snapshot;
 use forebay::{Result, optimizer};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -18,14 +17,6 @@ use crate::torch::{self, HostView};
 #[pyclass(frozen)]
 pub(crate) struct Optimizer {
     pub(crate) inner: Unlocked<optimizer::Optimizer>,
-}
-
-impl Optimizer {
-    /// Begins one snapshot of the state of several optimizers.
-    pub(crate) fn snapshot(optimizers: &[&Self], budget_bytes: u64) -> Result<Arc<Snapshot>> {
-        let inner: Vec<_> = optimizers.iter().map(|optimizer| &*optimizer.inner).collect();
-        optimizer::Optimizer::snapshot(&inner, budget_bytes)
-    }
 }
 
 #[pymethods]
