@@ -603,6 +603,7 @@ class Optimizer(torch.optim.Optimizer):
                 self._engine.synchronize()
             elif (home := self._homes.get(id(parameter))) is not None:
                 self._engine.settle(*home)
+            self.state.follow(parameter)
         if self.state.fresh:
             # The first step makes each master from its weight. A reader before that step must see the master too. This
             # comes after the wait: a store of neighbours in the same chunk may still be writing the zeros.
@@ -703,6 +704,8 @@ class Optimizer(torch.optim.Optimizer):
                 # An optimizer that was never used has nothing to free. A new engine records that it is closed.
                 self._engine, self._process = self._options.open(engine_name(CPU), self._rule.name), os.getpid()
             self._landed.forget(self._engine)
+            # Tensors that stay in use show the state, not what another copy of it had.
+            self.state.follow()
             self._engine.close()
         self._landed.close()
         self.state.forget_taken()
