@@ -479,10 +479,11 @@ class Optimizer:
         """
         Make the next update on the host's threads fail, for tests.
         """
-    def add(self, /, tensors: SupportsGetItem[int, tuple[str, SupportsIndex, SupportsIndex, bool, bool]], hypers: SupportsGetItem[int, SupportsGetItem[int, SupportsFloat | SupportsIndex]]) -> int:
+    def add(self, /, tensors: SupportsGetItem[int, tuple[str, SupportsIndex, SupportsIndex, bool, bool]], hypers: SupportsGetItem[int, SupportsGetItem[int, SupportsFloat | SupportsIndex]], resident: bool = False) -> int:
         """
         Create zeroed state for a list of tensors and return the number of their table. A tensor is its name, elements,
         the number of its group in `hypers`, whether it has a master, and whether it lies on the host.
+        State of a resident table is the caller's, on the device, whatever the placement of other tables is.
         """
     def close(self, /) -> None:
         """
@@ -583,14 +584,15 @@ class Optimizer:
         """
         The overlapped step under way, or the last one, in numbers.
         """
-    def overlap_updated(self, /, stream: SupportsIndex) -> list[tuple[int, int]]:
+    def overlap_updated(self, /) -> list[tuple[int, int]]:
         """
-        Tensors (table and place) that were updated since the last call. What `stream` gets from now on runs after these
-        updates, so their gradients may be freed in its order. Where torch has no streams: tensors whose updates have ended.
+        Tensors (table and place) whose updates have ended since the last call: nothing reads their gradients any more. Never
+        waits, and makes no stream wait.
         """
-    def overlap_wait(self, /, homes: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] | None, stream: SupportsIndex) -> None:
+    def overlap_wait(self, /, homes: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] | None, stream: SupportsIndex) -> bool:
         """
-        Return when the updates of these tensors, or of all, were submitted; `stream` then waits for them.
+        Return when the updates of these tensors, or of all, were submitted; `stream` then waits for them. Whether one was
+        still under way.
         """
     def protect_all(self, /) -> None:
         """
@@ -603,6 +605,10 @@ class Optimizer:
     def ring_bytes(self, /) -> int:
         """
         Bytes of the ring to allocate for `open_ring`; 0 where nothing streams.
+        """
+    def set_slots(self, /, slots: SupportsIndex) -> None:
+        """
+        Change how many slots the next ring has, while there is none.
         """
     def settle(self, /, table: SupportsIndex, tensor: SupportsIndex) -> None:
         """

@@ -1,7 +1,11 @@
-//! Locks and condition variables of the engine: those of `std`, or loom's when loom tests the protocols.
+//! Locks, condition variables and flags of the engine: those of `std`, or loom's when loom tests the protocols.
 
 #[cfg(loom)]
+pub(crate) use loom::sync::atomic::AtomicBool;
+#[cfg(loom)]
 pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard};
+#[cfg(not(loom))]
+pub(crate) use std::sync::atomic::AtomicBool;
 #[cfg(not(loom))]
 pub(crate) use std::sync::{Condvar, Mutex, MutexGuard};
 

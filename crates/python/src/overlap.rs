@@ -11,8 +11,22 @@ use crate::looked::{Looked, Row};
 use crate::optimizer::Optimizer;
 use crate::torch::{self, Keeper};
 
+impl Drop for Optimizer {
+    /// A committed step is completed before its memory goes. It may wait for a save, whose writer needs the GIL.
+    fn drop(&mut self) {
+        if !self.inner.overlap_is_quiet() {
+            let _ = Python::try_attach(|py| py.detach(|| self.inner.overlap_finish()));
+        }
+    }
+}
+
 #[pymethods]
 impl Optimizer {
+    /// Change how many slots the next ring has, while there is none.
+    fn set_slots(&self, py: Python<'_>, slots: usize) -> PyResult<()> {
+        guard::run(py, || self.inner.set_slots(slots))
+    }
+
     /// Open an overlapped step. `order` has a number for each tensor of each table: smaller is needed earlier by the next
     /// forward.
     #[pyo3(signature = (order, hypers, speculative=false))]
@@ -23,8 +37,16 @@ impl Optimizer {
         hypers: Vec<Vec<f64>>,
         speculative: bool,
     ) -> PyResult<()> {
-        let _ = speculative;
-        guard::run(py, || self.inner.overlap_begin(&order, &hypers))
+        guard::run(py, || {
+            if speculative {
+                return Err(forebay::Error::InvalidOption {
+                    option: "speculative",
+                    value: "True".to_owned(),
+                    remedy: "this engine does not update on a second copy of the state; leave it out".to_owned(),
+                });
+            }
+            self.inner.overlap_begin(&order, &hypers)
+        })
     }
 
     /// Hand over a gradient that is final when what `stream` was given so far has ended. Never waits for the device.
@@ -44,7 +66,7 @@ impl Optimizer {
     ) -> PyResult<()> {
         let (weight, grad) = (weight.rows().first().copied(), grad.rows().first().copied());
         guard::run(py, || {
-            let (device, plan) = (self.inner.device(), self.inner.plan(table)?);
+            let (device, plan) = (self.inner.device(), self.inner.overlap_table(table)?);
             let (Some(weight), Some(grad), Some(spec)) = (weight, grad, plan.tensors().get(tensor)) else {
                 return Err(forebay::Error::InvalidOption {
                     option: "tensor",
@@ -86,16 +108,17 @@ impl Optimizer {
         })
     }
 
-    /// Tensors (table and place) that were updated since the last call. What `stream` gets from now on runs after these
-    /// updates, so their gradients may be freed in its order. Where torch has no streams: tensors whose updates have ended.
-    fn overlap_updated(&self, py: Python<'_>, stream: u64) -> PyResult<Vec<(usize, usize)>> {
-        guard::run(py, || self.inner.overlap_updated(torch::stream_of(self.inner.device(), stream)?.as_ref()))
+    /// Tensors (table and place) whose updates have ended since the last call: nothing reads their gradients any more. Never
+    /// waits, and makes no stream wait.
+    fn overlap_updated(&self, py: Python<'_>) -> PyResult<Vec<(usize, usize)>> {
+        guard::run(py, || self.inner.overlap_updated())
     }
 
-    /// Return when the updates of these tensors, or of all, were submitted; `stream` then waits for them.
-    fn overlap_wait(&self, py: Python<'_>, homes: Option<Vec<(usize, usize)>>, stream: u64) -> PyResult<()> {
+    /// Return when the updates of these tensors, or of all, were submitted; `stream` then waits for them. Whether one was
+    /// still under way.
+    fn overlap_wait(&self, py: Python<'_>, homes: Option<Vec<(usize, usize)>>, stream: u64) -> PyResult<bool> {
         if self.inner.overlap_is_quiet() {
-            return Ok(());
+            return Ok(false);
         }
         guard::run(py, || {
             self.inner.overlap_wait(homes.as_deref(), torch::stream_of(self.inner.device(), stream)?.as_ref())

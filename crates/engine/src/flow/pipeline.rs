@@ -221,6 +221,11 @@ impl Pipeline {
         slot_bytes.next_multiple_of(ALIGN_BYTES) * slots as u64
     }
 
+    /// Bytes of its ring.
+    pub fn bytes(&self) -> u64 {
+        Self::ring_bytes(self.core.slots.len(), self.core.slots.first().map_or(0, |slot| slot.region.bytes()))
+    }
+
     /// The device it runs on.
     pub fn device(&self) -> &SharedDevice {
         &self.core.device

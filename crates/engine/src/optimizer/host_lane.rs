@@ -37,7 +37,7 @@ use forebay_device::{
 use serde::Serialize;
 
 use super::host_ring::{HeldSlot, HostSlots, LaneSlot, LaneStreams};
-use super::hybrid::Claims;
+use super::hybrid::{Claims, Progress};
 use super::segments::{Operand, StepInputs, TableStep};
 use crate::error::{Error, Result};
 use crate::flow::{InFlight, Mark, Marks, Pipeline};
@@ -165,6 +165,8 @@ impl TensorRun {
 struct Passage<'a, S> {
     table: TableStep<'a>,
     chunks: &'a [Chunk],
+    /// Table and chunks by their numbers.
+    claimed: (usize, Range<usize>),
     runs: Vec<TensorRun>,
     /// None for parameters on the host.
     slot: Option<S>,
@@ -289,15 +291,15 @@ impl HostLane {
         self.ended.wait(compute).and(recorded)
     }
 
-    /// Updates the chunks that it can claim. Called between [`Self::begin`] and [`Self::end`]. Drops `first` when its
-    /// first copies are submitted.
+    /// Updates the chunks that it can claim, and tells `progress` of them. Called between [`Self::begin`] and
+    /// [`Self::end`]. Drops `first` when its first copies are submitted.
     pub(super) fn run(
         &self,
         tables: &[TableStep<'_>],
         claims: &Claims,
         inputs: &StepInputs,
         pipeline: Option<&Pipeline>,
-        first: Option<Sender<()>>,
+        (first, progress): (Option<Sender<()>>, Option<&dyn Progress>),
     ) -> Result<()> {
         let _entered = self.device.enter()?;
         let _turn = self.slots.get().map(HostSlots::turn);
@@ -307,6 +309,7 @@ impl HostLane {
             scalars: inputs.scalars.as_slice().into(),
             flags: None,
             first,
+            progress,
             directions: self.directions(pipeline),
             pipeline,
             landing: VecDeque::new(),
@@ -348,6 +351,7 @@ struct Step<'a> {
     /// Not known before the first update: copies set out without them.
     flags: Option<Flags>,
     first: Option<Sender<()>>,
+    progress: Option<&'a dyn Progress>,
     directions: Directions<'a>,
     /// The streamed half of a hybrid step, whose stores into a chunk must have ended before the host updates it.
     pipeline: Option<&'a Pipeline>,
@@ -380,10 +384,9 @@ impl<'a> Step<'a> {
                 && all.iter().all(|chunk| chunk.bucket == bucket)
         };
         while !self.flags.is_some_and(|flags| flags.skip)
-            && let Some((table, chunks)) = claims.back(fits)
+            && let Some(claimed) = claims.back(fits)
         {
-            let table = tables[table];
-            let passage = self.copy_down(table, &table.plan().chunks()[chunks])?;
+            let passage = self.copy_down(tables[claimed.0], claimed)?;
             self.landing.push_back(passage);
             self.advance(landing, updating)?;
         }
@@ -441,10 +444,15 @@ impl<'a> Step<'a> {
     }
 
     /// Submits the copy down of gradients and weights.
-    fn copy_down(&mut self, table: TableStep<'a>, chunks: &'a [Chunk]) -> Result<Passage<'a, InFlight<HeldSlot<'a>>>> {
+    fn copy_down(
+        &mut self,
+        table: TableStep<'a>,
+        claimed: (usize, Range<usize>),
+    ) -> Result<Passage<'a, InFlight<HeldSlot<'a>>>> {
+        let chunks = &table.plan().chunks()[claimed.1.clone()];
         let runs = runs(table, chunks);
         if chunks.first().is_some_and(|chunk| table.plan().buckets()[chunk.bucket].on_host) {
-            return Ok(Passage { table, chunks, runs, slot: None });
+            return Ok(Passage { table, chunks, claimed, runs, slot: None });
         }
         let Some(slots) = self.lane.slots.get() else {
             return Err(Error::Device(DeviceError::ZeroSize { what: "the host's ring" }));
@@ -464,12 +472,12 @@ impl<'a> Step<'a> {
         }
         self.stats.down_bytes += pairs.iter().map(|(from, _)| from.bytes()).sum::<u64>();
         let slot = transfer(held, self.directions.down, &pairs, |slot| &slot.landed)?;
-        Ok(Passage { table, chunks, runs, slot: Some(slot) })
+        Ok(Passage { table, chunks, claimed, runs, slot: Some(slot) })
     }
 
     /// Waits for the copy down and gives all of it to the threads.
     fn start(&mut self, passage: Passage<'a, InFlight<HeldSlot<'a>>>) -> Result<(Passage<'a, HeldSlot<'a>>, HostWork)> {
-        let Passage { table, chunks, runs, slot } = passage;
+        let Passage { table, chunks, claimed, runs, slot } = passage;
         let since = Instant::now();
         let slot = slot.map(InFlight::wait).transpose()?;
         self.stats.wire_wait_ns += since.elapsed().as_nanos() as u64;
@@ -510,13 +518,15 @@ impl<'a> Step<'a> {
         } else {
             self.lane.device.update_on_host(&self.lane.threads, update)?
         };
-        Ok((Passage { table, chunks, runs, slot }, work))
+        Ok((Passage { table, chunks, claimed, runs, slot }, work))
     }
 
     /// Submits the copy up of the new weights.
     fn copy_up(&mut self, passage: Passage<'a, HeldSlot<'a>>) -> Result<()> {
-        let Passage { table, runs, slot, .. } = passage;
-        let Some(held) = slot else { return Ok(()) };
+        let Passage { table, runs, slot, claimed: (number, chunks), .. } = passage;
+        let progress = self.progress;
+        let done = |sent: Option<&Arc<Mark>>| progress.map_or(Ok(()), |of| of.on_host(number, chunks, sent));
+        let Some(held) = slot else { return done(None) };
         let mut pairs = Vec::with_capacity(runs.len());
         for run in &runs {
             let Some(binding) = table.binding(run.tensor) else { continue };
@@ -527,7 +537,7 @@ impl<'a> Step<'a> {
         // Back to the ring, with the mark that ends the copies.
         let (mut held, end) = transfer(held, self.directions.up, &pairs, |slot| &slot.sent)?.into_parts();
         held.end = end;
-        Ok(())
+        done(held.end.as_ref())
     }
 }
 

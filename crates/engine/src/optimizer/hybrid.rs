@@ -6,6 +6,7 @@
 //! are limited by the wire or by memory. Device and host give the same bits: both run the same arithmetic.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::mpsc::Receiver;
 use std::time::Instant;
 
@@ -15,7 +16,7 @@ use super::host_lane::HostLane;
 use super::segments::{StepInputs, TableStep};
 use super::streamed;
 use crate::error::{Error, Result};
-use crate::flow::Pipeline;
+use crate::flow::{Mark, Pipeline};
 use crate::memory::Allocator;
 use crate::sync::{Mutex, lock};
 
@@ -56,6 +57,18 @@ const TAKEN_OF_LEFT: usize = 8;
 /// The host's takings grow from one chunk on, twice as many each time, but not for ever.
 const MOST_DOUBLINGS: usize = 10;
 
+/// Who follows a step while it runs, from both of its ends.
+pub(super) trait Progress: Sync {
+    /// How early a chunk of a table of the step is needed; smaller is earlier.
+    fn need(&self, table: usize, chunk: usize) -> i64;
+
+    /// The update of a chunk was submitted to the step's stream.
+    fn on_device(&self, table: usize, chunk: usize) -> Result<()>;
+
+    /// Chunks were updated on the host, and the copies of their weights end with the mark. Without a mark nothing is copied.
+    fn on_host(&self, table: usize, chunks: Range<usize>, sent: Option<&Arc<Mark>>) -> Result<()>;
+}
+
 /// The list of chunks of one step, taken from both ends.
 #[derive(Debug)]
 pub(super) struct Claims {
@@ -79,14 +92,46 @@ struct Ends {
 impl Claims {
     /// Where nothing is copied to the host, it need not begin with few chunks.
     fn new(order: Vec<(usize, usize, u64)>, share: HostShare, in_place: bool) -> Self {
-        let n = order.len();
-        let (front_limit, back_limit) = match share {
-            HostShare::Auto => (n, 0),
+        let limits = match share {
+            HostShare::Auto => (order.len(), 0),
             HostShare::Fixed(fraction) => {
                 let at = meeting_point(&order, fraction);
                 (at, at)
             }
         };
+        Self::within(order, limits, in_place)
+    }
+
+    /// The same for a step that others wait for chunk by chunk: both ends take what is needed first, first.
+    fn by_need(
+        mut order: Vec<(usize, usize, u64)>,
+        share: HostShare,
+        in_place: bool,
+        need: impl Fn(usize, usize) -> i64,
+    ) -> Self {
+        order.sort_by_key(|&(table, chunk, _)| need(table, chunk));
+        let HostShare::Fixed(fraction) = share else { return Self::new(order, share, in_place) };
+        let (mut device, mut host) = (Vec::with_capacity(order.len()), Vec::new());
+        let (mut all_bytes, mut host_bytes) = (0.0, 0.0);
+        for run in order.chunks(RUN) {
+            let run_bytes = bytes(run) as f64;
+            all_bytes += run_bytes;
+            // Whatever part has been divided so far, the host has its share of it.
+            if host_bytes + run_bytes / 2.0 <= fraction * all_bytes {
+                host_bytes += run_bytes;
+                host.extend_from_slice(run);
+            } else {
+                device.extend_from_slice(run);
+            }
+        }
+        let at = device.len();
+        // The host takes from the back.
+        device.extend(host.into_iter().rev());
+        Self::within(device, (at, at), in_place)
+    }
+
+    fn within(order: Vec<(usize, usize, u64)>, (front_limit, back_limit): (usize, usize), in_place: bool) -> Self {
+        let n = order.len();
         Self {
             order,
             ends: Mutex::new(Ends {
@@ -127,6 +172,7 @@ impl Claims {
             let more = match &taken {
                 None => chunk..chunk + 1,
                 Some((same, range)) if *same == table && chunk + 1 == range.start => chunk..range.end,
+                Some((same, range)) if *same == table && chunk == range.end => range.start..chunk + 1,
                 Some(_) => break,
             };
             if taken.is_some() && !fits(table, more.clone()) {
@@ -177,6 +223,10 @@ fn meeting_point(order: &[(usize, usize, u64)], fraction: f64) -> usize {
     }
     0
 }
+
+/// Consecutive chunks that stay together where both ends take chunks in the order of need: about as many as fit a slot of
+/// the host's ring.
+const RUN: usize = 4;
 
 /// What one trial found.
 #[derive(Debug, Clone, Copy, Default)]
@@ -310,7 +360,7 @@ impl Hybrid {
         }
     }
 
-    /// Updates every tensor that has a gradient and returns when the last weights are on their way to the device.
+    /// Updates every tensor that has a gradient, in the order in which `progress` needs them, and returns when the last weights are on their way to the device.
     /// Without a pipeline the host updates all of them.
     pub(super) fn run(
         &self,
@@ -318,6 +368,7 @@ impl Hybrid {
         pipeline: Option<&Pipeline>,
         inputs: &StepInputs,
         compute: &Stream,
+        progress: Option<&dyn Progress>,
     ) -> Result<()> {
         let order = tables.iter().enumerate().flat_map(|(i, step)| {
             let chunks = step.plan().chunks().iter().enumerate().filter(|(_, chunk)| step.has_work(chunk));
@@ -329,7 +380,11 @@ impl Hybrid {
         if self.share == HostShare::Auto {
             lock(&self.measured).begin(bytes(&order));
         }
-        let claims = Claims::new(order, self.next_share(pipeline.is_some()), in_place);
+        let share = self.next_share(pipeline.is_some());
+        let claims = match progress {
+            None => Claims::new(order, share, in_place),
+            Some(progress) => Claims::by_need(order, share, in_place, |table, chunk| progress.need(table, chunk)),
+        };
         let start = Instant::now();
         // The host alone is just that, on streams of its own; but it reads what earlier steps have stored.
         let pipeline = match pipeline {
@@ -338,7 +393,7 @@ impl Hybrid {
         };
         lock(&self.measured).device_ns = 0;
         self.lane.begin(inputs, compute, pipeline)?;
-        let outcome = self.run_both(tables, &claims, inputs, compute, pipeline);
+        let outcome = self.run_both(tables, &claims, inputs, (compute, pipeline), progress);
         // Also after a failure: weights may be on their way up.
         outcome.and(self.lane.end(compute, pipeline))?;
         let (fraction, seconds) = (claims.host_fraction(), start.elapsed().as_secs_f64());
@@ -370,8 +425,8 @@ impl Hybrid {
         tables: &[TableStep<'_>],
         claims: &Claims,
         inputs: &StepInputs,
-        compute: &Stream,
-        pipeline: Option<&Pipeline>,
+        (compute, pipeline): (&Stream, Option<&Pipeline>),
+        progress: Option<&dyn Progress>,
     ) -> Result<()> {
         let closing = |outcome: Result<()>| {
             if outcome.is_err() {
@@ -379,7 +434,7 @@ impl Hybrid {
             }
             outcome
         };
-        let host = |first| closing(self.lane.run(tables, claims, inputs, pipeline, first));
+        let host = |first| closing(self.lane.run(tables, claims, inputs, pipeline, (first, progress)));
         let Some(pipeline) = pipeline else { return host(None) };
         let tries = lock(&self.measured).trying;
         let device = |begun: Option<Receiver<()>>| -> Result<()> {
@@ -389,6 +444,7 @@ impl Hybrid {
             let _ = begun.map(|begun| begun.recv());
             while let Some((table, chunk)) = claims.front() {
                 streamed::run_chunk(pipeline, tables[table], chunk, inputs, compute)?;
+                progress.map_or(Ok(()), |progress| progress.on_device(table, chunk))?;
             }
             // A trial's time includes the last stores, for which a step does not wait otherwise.
             if tries {
@@ -523,7 +579,6 @@ mod tests {
         use crate::optimizer::segments::{Binding, TableInput};
         use crate::plan::{PlanOptions, StepPlan, TensorSpec};
         use forebay_device::{Buffer, Checked, Dtype, Rule, SharedDevice, open};
-        use std::sync::Arc;
 
         const ELEMENTS: u64 = 256;
         let device: SharedDevice = Checked::wrap(open("cpu").unwrap());
@@ -552,10 +607,31 @@ mod tests {
             input.tensors.extend((0..4).map(|i| (i < with_gradient).then(|| bindings[i].clone())));
             let step = TableStep { table: &table, input: &input, landed: &[] };
             pipeline.begin().unwrap();
-            hybrid.run(&[step], Some(&pipeline), &inputs, &compute).unwrap();
+            hybrid.run(&[step], Some(&pipeline), &inputs, &compute, None).unwrap();
             assert_eq!(hybrid.last_fraction(), 0.5);
         }
         pipeline.drain().unwrap();
+    }
+
+    #[test]
+    fn by_need_both_ends_take_what_is_needed_first() {
+        // Needed in the order of their numbers, backwards.
+        let need = |_: usize, chunk: usize| -(chunk as i64);
+        for (fraction, host) in [(0.0, 0), (0.25, 10), (0.5, 20), (1.0, 40)] {
+            let claims = Claims::by_need(order(&[1; 40]), HostShare::Fixed(fraction), false, need);
+            let device: Vec<usize> = std::iter::from_fn(|| claims.front()).map(|(_, chunk)| chunk).collect();
+            let taken: Vec<Range<usize>> =
+                std::iter::from_fn(|| claims.back(|_, chunks| chunks.len() <= RUN)).map(|(_, chunks)| chunks).collect();
+            assert!(device.is_sorted_by(|a, b| a > b) && taken.is_sorted_by(|a, b| a.start > b.start), "{taken:?}");
+            let mut all: Vec<usize> = taken.into_iter().flatten().chain(device.iter().copied()).collect();
+            assert!(all.len() - device.len() >= host && all.len() - device.len() < host + RUN, "{fraction}");
+            all.sort_unstable();
+            assert_eq!(all, (0..40).collect::<Vec<_>>());
+        }
+        // Each has its share of what is needed early.
+        let claims = Claims::by_need(order(&[1; 40]), HostShare::Fixed(0.5), false, |_, chunk| chunk as i64);
+        let early: Vec<usize> = std::iter::from_fn(|| claims.front()).map(|(_, chunk)| chunk).take(10).collect();
+        assert!(early.iter().all(|&chunk| chunk < 24), "{early:?}");
     }
 
     #[test]

@@ -109,6 +109,8 @@ pub struct Optimizer {
 #[derive(Debug, Default)]
 struct OptimizerInner {
     pipeline: Option<Arc<Pipeline>>,
+    /// Slots of the next ring, where that is not the options'.
+    slots: Option<usize>,
     tables: Vec<Arc<StateTable>>,
     /// Whether every pinned table has a second slab.
     second: bool,
@@ -150,6 +152,12 @@ impl OptimizerInner {
 
     fn check_trusted(&self) -> Result<()> {
         self.distrusted.clone().map_or(Ok(()), |reason| Err(Error::Distrusted { reason }))
+    }
+
+    /// Refuses a step that has nothing to go through. With a share of its own the host can do without the ring.
+    fn check_ring(&self) -> Result<()> {
+        let travels = self.tables.iter().any(|table| !table.is_resident());
+        if travels && self.hybrid.is_none() && self.pipeline.is_none() { Err(no_ring()) } else { Ok(()) }
     }
 
     fn distrust(&mut self, error: &Error) {
@@ -238,8 +246,29 @@ impl Optimizer {
 
     /// Bytes of the ring; 0 if nothing streams.
     pub fn ring_bytes(&self) -> u64 {
-        let PlanOptions { slots, slot_bytes, .. } = self.options.plan;
-        if self.options.placement.streams() { Pipeline::ring_bytes(slots, slot_bytes) } else { 0 }
+        let slots = self.slots(&self.lock());
+        if self.options.placement.streams() { Pipeline::ring_bytes(slots, self.options.plan.slot_bytes) } else { 0 }
+    }
+
+    /// Slots of the next ring.
+    fn slots(&self, inner: &OptimizerInner) -> usize {
+        inner.slots.unwrap_or(self.options.plan.slots)
+    }
+
+    /// Changes how many slots the next ring has, while there is none. Their size stays, as the chunks do.
+    pub fn set_slots(&self, slots: usize) -> Result<()> {
+        let mut inner = self.open()?;
+        let refuse = |remedy: &str| {
+            Err(Error::InvalidOption { option: "slots", value: slots.to_string(), remedy: remedy.to_owned() })
+        };
+        if inner.pipeline.is_some() && slots != self.slots(&inner) {
+            return refuse("close the ring first");
+        }
+        if slots < 2 {
+            return refuse("use at least 2");
+        }
+        inner.slots = Some(slots);
+        Ok(())
     }
 
     /// Whether the ring is there.
@@ -252,7 +281,7 @@ impl Optimizer {
     pub fn join_ring(&self) -> Result<bool> {
         let mut inner = self.open()?;
         if inner.pipeline.is_none() {
-            let PlanOptions { slots, slot_bytes, .. } = self.options.plan;
+            let (slots, slot_bytes) = (self.slots(&inner), self.options.plan.slot_bytes);
             inner.pipeline = Pipeline::join(&self.device, slots, slot_bytes)?.map(Arc::new);
         }
         Ok(inner.pipeline.is_some())
@@ -264,7 +293,7 @@ impl Optimizer {
     pub fn open_ring(&self, memory: Option<(&Buffer, Option<&Stream>)>) -> Result<()> {
         let mut inner = self.open()?;
         inner.pipeline = None;
-        let PlanOptions { slots, slot_bytes, .. } = self.options.plan;
+        let (slots, slot_bytes) = (self.slots(&inner), self.options.plan.slot_bytes);
         let after = memory.map(|(_, after)| self.compute(&mut inner, after)).transpose()?;
         let memory = memory.map(|(ring, _)| ring).zip(after.as_ref());
         inner.pipeline = Some(Arc::new(Pipeline::open(&self.device, memory, slots, slot_bytes)?));
@@ -291,10 +320,24 @@ impl Optimizer {
     /// Creates zeroed state for tensors and returns the number of their table. Starts the host's threads and pins their
     /// ring where the placement needs them. The budget is checked before anything is pinned.
     pub fn add(&self, tensors: Vec<TensorSpec>) -> Result<usize> {
+        self.add_table(tensors, self.options.placement == Placement::Resident)
+    }
+
+    /// The same for tensors whose state lies on the device, with the caller, whatever the placement of the others is.
+    pub fn add_resident(&self, tensors: Vec<TensorSpec>) -> Result<usize> {
+        self.add_table(tensors, true)
+    }
+
+    /// The one or the other.
+    pub fn add_at(&self, tensors: Vec<TensorSpec>, resident: bool) -> Result<usize> {
+        if resident { self.add_resident(tensors) } else { self.add(tensors) }
+    }
+
+    fn add_table(&self, tensors: Vec<TensorSpec>, resident: bool) -> Result<usize> {
         let mut inner = self.open()?;
         let plan = StepPlan::new(tensors, self.options.plan)?;
         made_once(&mut inner.powers, || Powers::of(&self.device))?;
-        let table = if self.options.placement == Placement::Resident {
+        let table = if resident {
             StateTable::resident(self.device.clone(), self.rule, Arc::new(plan))?
         } else {
             self.pin_table(&mut inner, plan)?
@@ -397,11 +440,10 @@ impl Optimizer {
                 reason: format!("{} were added", inner.tables.len()),
             });
         }
+        // Weights may still be on their way from an overlapped step.
+        self.overlap().map_or(Ok(()), |overlap| overlap.order_all(&compute))?;
         let Some(powers) = &inner.powers else { return Ok(()) };
-        // With a share of its own the host can do without the ring.
-        if self.options.placement.streams() && inner.hybrid.is_none() && inner.pipeline.is_none() {
-            return Err(no_ring());
-        }
+        inner.check_ring()?;
         let (mut sets, mut counters) = (ScalarSets::new(self.rule, groups)?, Vec::with_capacity(inputs.len()));
         for (table, input) in inner.tables.iter().zip(&mut inputs) {
             TableStep { table, input, landed: &[] }.check()?;
@@ -421,28 +463,17 @@ impl Optimizer {
         // A save yields to the step until this returns.
         inner.tables.iter().for_each(|table| table.count_stalls());
         let _stepping: Vec<_> = inner.tables.iter().filter_map(|table| table.stepping()).collect();
-        let (outcome, mut torn) = match self.options.placement {
-            Placement::Resident => {
-                let outcome = self.update_resident(&steps, &inputs_of_all, &compute);
-                // Operands are refused before any of them is touched.
-                let refused = matches!(outcome, Err(Error::Device(DeviceError::BadOperands { .. })));
-                let torn = outcome.is_err() && !refused;
-                (outcome, torn)
-            }
-            _ => {
-                let outcome = self.update_tables(
-                    inner.pipeline.as_deref(),
-                    inner.hybrid.as_deref(),
-                    &steps,
-                    &inputs_of_all,
-                    &compute,
-                );
-                let torn = outcome.is_err();
-                (outcome, torn)
-            }
-        };
+        let (resident, travel): (Vec<_>, Vec<_>) = steps.iter().partition(|step| step.table.is_resident());
+        let mut outcome = self.update_resident(&resident, &inputs_of_all, &compute);
+        // Operands are refused before any of them is touched.
+        let mut torn = !matches!(outcome, Ok(()) | Err(Error::Device(DeviceError::BadOperands { .. })));
+        if outcome.is_ok() && self.options.placement != Placement::Resident {
+            let (pipeline, hybrid) = (inner.pipeline.as_deref(), inner.hybrid.as_deref());
+            outcome = self.update_tables(pipeline, hybrid, &travel, &inputs_of_all, &compute);
+            torn = outcome.is_err();
+        }
         let on_host = steps.iter().any(|step| step.plan().buckets().iter().any(|bucket| bucket.on_host));
-        drop(steps);
+        drop((steps, resident, travel));
         // Without a stream of the caller's nothing orders later uses of this memory, and after a failure nothing may use
         // it any more: it can be freed as soon as this returns.
         let waits = is_own || on_host || outcome.is_err();
@@ -465,6 +496,9 @@ impl Optimizer {
     /// State on the device: whole tensors, as few launches as they fit into.
     fn update_resident(&self, steps: &[TableStep<'_>], inputs: &StepInputs, compute: &Stream) -> Result<()> {
         let mut segments = Segments::default();
+        if steps.is_empty() {
+            return Ok(());
+        }
         for step in steps {
             let mut tensors = 0..step.plan().tensors().len();
             tensors.try_for_each(|tensor| streamed::resident_segment(*step, tensor, &mut segments))?;
@@ -483,8 +517,9 @@ impl Optimizer {
     ) -> Result<()> {
         pipeline.map_or(Ok(()), Pipeline::begin)?;
         match (hybrid, pipeline) {
-            (Some(hybrid), pipeline) => hybrid.run(steps, pipeline, inputs, compute),
+            (Some(hybrid), pipeline) => hybrid.run(steps, pipeline, inputs, compute, None),
             (None, Some(pipeline)) => steps.iter().try_for_each(|step| streamed::run(pipeline, *step, inputs, compute)),
+            (None, None) if steps.is_empty() => Ok(()),
             (None, None) => Err(no_ring()),
         }
     }
@@ -632,7 +667,7 @@ impl Optimizer {
         });
         Ok(OptimizerStats {
             streamed,
-            device_bytes: if inner.pipeline.is_some() { self.ring_bytes() } else { 0 },
+            device_bytes: inner.pipeline.as_ref().map_or(0, |pipeline| pipeline.bytes()),
             pinned_bytes: inner.pinned_bytes(),
             save_stalls,
             save_stall_ns,

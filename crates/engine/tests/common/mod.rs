@@ -5,6 +5,7 @@
 
 #![allow(dead_code, unused_imports, reason = "each test crate uses its part")]
 
+pub(crate) mod overlapped;
 mod packed;
 pub(crate) mod trial;
 

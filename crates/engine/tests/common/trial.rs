@@ -127,6 +127,8 @@ pub(crate) struct Scenario {
     pub(crate) counter: fn(usize) -> u64,
     /// The first tensor of a second table.
     pub(crate) second_table: Option<usize>,
+    /// Whether the state of the second table is on the device.
+    pub(crate) second_resident: bool,
 }
 
 impl Scenario {
@@ -142,6 +144,7 @@ impl Scenario {
             skipped: None,
             counter: |_| 0,
             second_table: None,
+            second_resident: false,
         }
     }
 
@@ -342,12 +345,17 @@ impl<'a> Rig<'a> {
         let mut specs = scenario.specs();
         let second = scenario.second_table.map(|first| specs.split_off(first));
         optimizer.add(specs)?;
-        second.map_or(Ok(0), |specs| optimizer.add(specs))?;
+        let add = |specs| if scenario.second_resident { optimizer.add_resident(specs) } else { optimizer.add(specs) };
+        second.map_or(Ok(0), add)?;
         let params: Vec<_> =
             (0..scenario.tensors.len()).map(|i| (scenario.param(i), scenario.tensors[i].param.bytes())).collect();
         let params = Placed::new(on, &params);
         let (inputs, compute) = (Inputs::new(on, &scenario, steps), on.stream("compute").unwrap());
-        let resident = (placement == Placement::Resident).then(|| resident_columns(on, &scenario));
+        let is_resident = |tensor: usize| {
+            placement == Placement::Resident || scenario.second_resident && scenario.place(tensor).0 == 1
+        };
+        let any_resident = (0..scenario.tensors.len()).any(is_resident);
+        let resident = any_resident.then(|| resident_columns(on, &scenario, is_resident));
         let rig = Self { on, scenario, placement, optimizer, compute, params, inputs, resident };
         rig.write_state();
         Ok(rig)
@@ -360,7 +368,7 @@ impl<'a> Rig<'a> {
         for tensor in 0..self.scenario.tensors.len() {
             let counter = (self.scenario.counter)(tensor) as f32;
             self.on.write(&bytes_of(&[counter]), &self.counter(tensor)).unwrap();
-            for column in self.scenario.columns(tensor).iter().filter(|_| self.resident.is_none()) {
+            for column in self.scenario.columns(tensor).iter().filter(|_| !self.is_resident(tensor)) {
                 let bytes = bytes_of(&self.scenario.state(tensor, column));
                 self.on.write(&bytes, &self.column(tensor, column.name)).unwrap();
             }
@@ -395,13 +403,20 @@ impl<'a> Rig<'a> {
     /// A tensor's column, wherever it lies.
     pub(crate) fn column(&self, tensor: usize, name: &str) -> Region {
         let (table, place) = self.scenario.place(tensor);
-        match &self.resident {
+        match self.resident.as_ref().filter(|_| self.is_resident(tensor)) {
             None => self.optimizer.column(table, place, name).unwrap().unwrap(),
             Some((_, columns)) => {
                 let index = self.scenario.columns(tensor).iter().position(|column| column.name == name);
                 columns[tensor][index.unwrap()].clone()
             }
         }
+    }
+
+    /// Whether a tensor's state is on the device.
+    fn is_resident(&self, tensor: usize) -> bool {
+        self.resident
+            .as_ref()
+            .is_some_and(|_| self.placement == Placement::Resident || self.scenario.place(tensor).0 == 1)
     }
 
     pub(crate) fn counter(&self, tensor: usize) -> Region {
@@ -458,6 +473,7 @@ impl<'a> Rig<'a> {
     /// Waits for all that the steps left under way, and lets the host see it.
     pub(crate) fn synchronize(&self) {
         self.optimizer.synchronize().unwrap();
+        self.optimizer.overlap_wait(None, Some(&self.compute)).unwrap();
         self.on.finish(&self.compute).unwrap();
     }
 
@@ -475,7 +491,9 @@ impl<'a> Rig<'a> {
 
     /// Every slot is with its ring.
     pub(crate) fn assert_idle(&self) {
-        let (slots, all_on_host) = (self.scenario.options.slots, self.scenario.tensors.iter().all(|t| t.on_host));
+        let slots = self.scenario.options.slots;
+        let mut travel = self.scenario.tensors.iter().enumerate().filter(|&(tensor, _)| !self.is_resident(tensor));
+        let all_on_host = travel.all(|(_, tensor)| tensor.on_host);
         let ring = if self.optimizer.has_ring() { slots } else { 0 };
         let host = if self.placement.host_share().is_some() && !all_on_host { 2 * slots } else { 0 };
         assert_eq!(self.optimizer.idle_slots(), (ring, host), "slots are missing");
@@ -491,7 +509,8 @@ impl<'a> Rig<'a> {
             values.insert((tensor, Some(COUNTER)), self.on.host_bytes(&self.counter(tensor)).unwrap());
             for Column { name, .. } in self.scenario.columns(tensor) {
                 let on_host = || self.on.host_bytes(&self.column(tensor, name)).unwrap();
-                values.insert((tensor, Some(name)), resident.next().unwrap_or_else(on_host));
+                let bytes = if self.is_resident(tensor) { resident.next().unwrap() } else { on_host() };
+                values.insert((tensor, Some(name)), bytes);
             }
         }
         Outcome(values)
@@ -527,10 +546,14 @@ impl<'a> Rig<'a> {
 }
 
 /// The columns of all tensors in one buffer on the device.
-fn resident_columns(on: &Subject, scenario: &Scenario) -> (Packed, Vec<Vec<Region>>) {
+fn resident_columns(
+    on: &Subject,
+    scenario: &Scenario,
+    is_resident: impl Fn(usize) -> bool,
+) -> (Packed, Vec<Vec<Region>>) {
     let (mut parts, mut counts) = (Vec::new(), Vec::new());
     for tensor in 0..scenario.tensors.len() {
-        let columns = scenario.columns(tensor);
+        let columns = if is_resident(tensor) { scenario.columns(tensor) } else { Vec::new() };
         parts.extend(columns.iter().map(|column| (bytes_of(&scenario.state(tensor, column)), 4)));
         counts.push(columns.len());
     }

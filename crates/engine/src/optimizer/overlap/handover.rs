@@ -10,15 +10,14 @@
 //! 4. Between `begin` and `commit` nobody waits: what was not offered may never be updated.
 //! 5. A failure ends the step. All who wait get it, and so does every later call until it is forgotten.
 //!
-//! The tests below run this protocol under loom.
+//! `loom_tests.rs` runs this protocol under loom.
 
 use std::sync::PoisonError;
-use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::{Acquire, Release};
 use std::time::Duration;
 
 use crate::error::{Error, Result};
-use crate::sync::{Condvar, Mutex, MutexGuard, lock};
+use crate::sync::{AtomicBool, Condvar, Mutex, MutexGuard, lock};
 
 /// How far the step under way has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -217,43 +216,47 @@ impl<M> Handover<M> {
         state.messages.clear();
         if let Err(error) = outcome {
             state.failed = Some(error);
+            // Who asks must be told.
+            self.quiet.store(false, Release);
         }
         drop(state);
         self.changed.notify_all();
     }
 
     /// Blocks until all updates of these tensors (or of all) were submitted, if the step is committed. Returns the point
-    /// behind the last of them.
-    pub(super) fn wait(&self, tensors: Option<&[usize]>) -> Result<u64> {
-        let mut state = lock(&self.state);
+    /// behind the last of them, and whether it blocked.
+    pub(super) fn wait(&self, tensors: Option<&[usize]>) -> Result<(u64, bool)> {
+        let (mut state, mut blocked) = (lock(&self.state), false);
         while state.is_waited_for(tensors) {
+            blocked = true;
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
         state.check()?;
         let end = |&tensor: &usize| state.ends.get(tensor).copied().unwrap_or(0);
-        Ok(match tensors {
-            Some(tensors) => tensors.iter().map(end).max().unwrap_or(0),
-            None => state.ends.iter().copied().max().unwrap_or(0),
-        })
+        let last = match tensors {
+            Some(tensors) => tensors.iter().map(end).max(),
+            None => state.ends.iter().copied().max(),
+        };
+        Ok((last.unwrap_or(0), blocked))
     }
 
-    /// Takes the tensors that were updated since the last call and have ended, as far as `is_over` says so of their
-    /// points; with the last of these points.
-    pub(super) fn take_updated(&self, is_over: impl Fn(u64) -> bool) -> Result<(Vec<usize>, u64)> {
+    /// Whether tensors were updated and not taken, or the step has failed.
+    pub(super) fn has_updated(&self) -> bool {
+        let state = lock(&self.state);
+        !state.updated.is_empty() || state.failed.is_some()
+    }
+
+    /// Takes the tensors that were updated since the last call, as far as their points were reached.
+    pub(super) fn take_updated(&self, reached: u64) -> Result<Vec<usize>> {
         let mut state = lock(&self.state);
         state.check()?;
         let HandoverState { updated, ends, .. } = &mut *state;
-        let (taken, kept): (Vec<usize>, Vec<usize>) =
-            std::mem::take(updated).into_iter().partition(|&tensor| is_over(ends[tensor]));
-        *updated = kept;
-        let last = taken.iter().map(|&tensor| ends[tensor]).max().unwrap_or(0);
-        Ok((taken, last))
+        Ok(updated.extract_if(.., |&mut tensor| ends[tensor] <= reached).collect())
     }
 
-    /// Tensors that were updated in this step and not taken, and those that will be.
-    pub(super) fn counts(&self) -> (usize, usize) {
-        let state = lock(&self.state);
-        (state.updated.len(), state.wanted_count)
+    /// Tensors that will be updated in this step and are not yet.
+    pub(super) fn pending(&self) -> usize {
+        lock(&self.state).wanted_count
     }
 
     /// Whether nobody has to wait for anything.

@@ -11,249 +11,40 @@
 //! step: the thread runs the same chunks in another order, and no two chunks share a byte.
 //!
 //! - `schedule.rs` decides what runs next; it is pure.
-//! - `worker.rs` is the thread, `handover.rs` what it shares with the caller, `points.rs` the ends of its updates.
+//! - `front.rs` is the caller's side, `worker.rs` the thread with `step.rs`, what it knows of the step, and `host.rs`, for
+//!   steps in which the host takes part. `handover.rs` is what both sides share, `points.rs` the ends of updates.
 //! - `report.rs` is what a step did.
 
+mod front;
 mod handover;
+mod host;
+#[cfg(all(test, loom))]
+mod loom_tests;
 mod points;
 mod report;
 mod schedule;
+#[cfg(all(test, not(loom)))]
+mod schedule_tests;
+mod step;
 mod worker;
 
 use std::sync::Arc;
 
-use forebay_device::{Cores, Error as DeviceError, Region, SharedDevice, Stream, ThreadHandle};
+use forebay_device::{Region, Stream};
 
+pub(super) use front::Overlap;
 pub use report::{OverlapStats, OverlapUnit};
 
-use self::handover::{Handover, Phase};
-use self::points::Points;
-use self::report::Report;
-use self::schedule::{Layout, Part};
-use self::worker::{Commit, Message, NewStep, Offer, Worker};
-use super::scalars::{ScalarSets, SharedPowers};
+use self::front::{Expected, Front, OpenStep, not_open, unknown};
+use self::schedule::{Layout, Lies, Part};
+use self::step::{Commit, Message, NewStep, Offer};
+use super::scalars::ScalarSets;
 use super::segments::{self, Binding, TableInput, TableStep};
 use super::table::StateTable;
-use super::{Optimizer, OptimizerInner, StepFlags, no_ring};
+use super::{Optimizer, OptimizerInner, StepFlags};
 use crate::error::{Error, Result};
-use crate::flow::{Mark, Marks};
-use crate::sync::{Mutex, lock};
-
-/// What overlapped steps of one optimizer need; made with the first of them.
-#[derive(Debug)]
-pub(super) struct Overlap {
-    device: SharedDevice,
-    points: Arc<Points>,
-    handover: Arc<Handover<Message>>,
-    report: Arc<Mutex<Report>>,
-    marks: Arc<Marks>,
-    /// What the caller's stream had reached at the commit.
-    committed: Arc<Mark>,
-    front: Mutex<Front>,
-    /// The last point for which each stream waits; for the host without a stream.
-    waited: Mutex<Vec<(Option<Stream>, u64)>>,
-    thread: Mutex<Option<ThreadHandle>>,
-    pid: u32,
-}
-
-/// The caller's side.
-#[derive(Debug, Default)]
-struct Front {
-    layout: Arc<Layout>,
-    /// By tensor: what the caller's stream had reached when its gradient was offered.
-    ready: Vec<Arc<Mark>>,
-    /// By tensor: the group that it had in the last step.
-    groups: Vec<Option<u32>>,
-    step: Option<OpenStep>,
-}
-
-/// A step between begin and commit.
-struct OpenStep {
-    tables: Vec<Arc<StateTable>>,
-    sets: ScalarSets<'static>,
-    /// Sets that the thread knows already.
-    sent: usize,
-    powers: SharedPowers,
-    /// By tensor: what its next update will have if it stays in its group.
-    expected: Vec<Option<Expected>>,
-    /// By tensor: what it has if it was offered.
-    offered: Vec<Option<Expected>>,
-}
-
-/// A tensor's numbers in a step.
-#[derive(Debug, Clone, Copy)]
-struct Expected {
-    group: u32,
-    set: u32,
-    steps: f32,
-}
-
-impl std::fmt::Debug for OpenStep {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("OpenStep").field("tables", &self.tables.len()).finish_non_exhaustive()
-    }
-}
-
-impl OpenStep {
-    /// A tensor's numbers in a group.
-    fn numbers(&mut self, layout: &Layout, tensor: usize, group: u32) -> Result<Expected> {
-        match self.expected[tensor] {
-            Some(expected) if expected.group == group => Ok(expected),
-            _ => {
-                let (table, place) = layout.home(tensor);
-                self.advance(table, place, group)
-            }
-        }
-    }
-
-    fn advance(&mut self, table: usize, place: usize, group: u32) -> Result<Expected> {
-        let (mut steps, spec) = (self.tables[table].steps()?[place], &self.tables[table].plan().tensors()[place]);
-        let set = self.sets.advance(&self.powers, group, &mut steps, spec.elements)?;
-        Ok(Expected { group, set, steps })
-    }
-
-    /// Sets that the thread does not know.
-    fn unsent(&mut self) -> Vec<forebay_device::Scalars> {
-        let new = self.sets.scalars[self.sent..].to_vec();
-        self.sent = self.sets.scalars.len();
-        new
-    }
-}
-
-impl Overlap {
-    fn new(device: &SharedDevice) -> Result<Self> {
-        let marks = Marks::new(device.clone());
-        let overlap = Self {
-            points: Arc::new(Points::new(&marks)?),
-            handover: Arc::new(Handover::new()),
-            report: Arc::new(Mutex::new(Report::new())),
-            committed: marks.take()?,
-            front: Mutex::default(),
-            waited: Mutex::default(),
-            thread: Mutex::new(None),
-            pid: std::process::id(),
-            device: device.clone(),
-            marks,
-        };
-        let worker = Worker {
-            device: device.clone(),
-            stream: device.urgent_stream("overlap")?,
-            points: overlap.points.clone(),
-            handover: overlap.handover.clone(),
-            report: overlap.report.clone(),
-        };
-        let thread = Cores::here().spawn("forebay-overlap", move || worker.run())?;
-        *lock(&overlap.thread) = Some(thread);
-        Ok(overlap)
-    }
-
-    /// In a forked child there is no thread, and one of the parent's may hold a lock for ever.
-    fn not_forked(&self) -> Result<()> {
-        if self.pid == std::process::id() {
-            return Ok(());
-        }
-        Err(Error::Device(DeviceError::Forked { device: self.device.info().name.clone() }))
-    }
-
-    /// Ends the thread: a step that is committed is completed first, an open one is given up.
-    pub(super) fn close(&self) {
-        if self.not_forked().is_err() {
-            return;
-        }
-        lock(&self.front).step = None;
-        self.handover.abort_open(Message::Abort);
-        self.handover.close();
-        let thread = lock(&self.thread).take();
-        // A panic of the thread's was caught and is the step's failure.
-        let _ = thread.map(ThreadHandle::join);
-    }
-
-    /// Returns when a committed step was submitted. An open step is an error.
-    pub(super) fn finish(&self) -> Result<()> {
-        self.check_not_open()?;
-        self.handover.wait(None).map(drop)
-    }
-
-    /// The same for one tensor.
-    pub(super) fn finish_tensor(&self, table: usize, tensor: usize) -> Result<()> {
-        self.check_not_open()?;
-        let number = lock(&self.front).layout.number(table, tensor);
-        number.map_or(Ok(()), |number| self.handover.wait(Some(&[number])).map(drop))
-    }
-
-    fn check_not_open(&self) -> Result<()> {
-        self.not_forked()?;
-        if self.handover.phase() == Phase::Open {
-            return Err(Error::InvalidOption {
-                option: "optimizer",
-                value: "in the middle of an overlapped step".to_owned(),
-                remedy: "call step() first".to_owned(),
-            });
-        }
-        Ok(())
-    }
-
-    /// Why the state cannot be trusted.
-    pub(super) fn failed(&self) -> Option<Error> {
-        self.not_forked().ok().and_then(|()| self.handover.failed())
-    }
-
-    pub(super) fn forget_failure(&self) {
-        if self.not_forked().is_ok() {
-            self.handover.forget_failure();
-        }
-    }
-
-    /// The numbers of some tensors.
-    fn numbers(&self, homes: &[(usize, usize)]) -> Result<Vec<usize>> {
-        let layout = lock(&self.front).layout.clone();
-        homes
-            .iter()
-            .map(|&(table, tensor)| layout.number(table, tensor).ok_or_else(|| unknown(table, tensor)))
-            .collect()
-    }
-
-    /// Orders a stream, or without one the host, behind a point.
-    fn order(&self, point: u64, stream: Option<&Stream>) -> Result<()> {
-        let is_same = |of: &Option<Stream>| match (of, stream) {
-            (None, None) => true,
-            (Some(of), Some(stream)) => of.is_same(stream),
-            _ => false,
-        };
-        if lock(&self.waited).iter().any(|(of, until)| is_same(of) && *until >= point) {
-            return Ok(());
-        }
-        self.points.wait(point, stream)?;
-        let mut waited = lock(&self.waited);
-        match waited.iter_mut().find(|(of, _)| is_same(of)) {
-            Some((_, until)) => *until = point.max(*until),
-            None => waited.push((stream.cloned(), point)),
-        }
-        Ok(())
-    }
-}
-
-impl Drop for Overlap {
-    fn drop(&mut self) {
-        self.close();
-    }
-}
-
-fn unknown(table: usize, tensor: usize) -> Error {
-    Error::InvalidOption {
-        option: "tensor",
-        value: format!("{tensor} of table {table}"),
-        remedy: "there is no such tensor".to_owned(),
-    }
-}
-
-fn not_open() -> Error {
-    Error::InvalidOption {
-        option: "overlapped step",
-        value: "not begun".to_owned(),
-        remedy: "call overlap_begin first".to_owned(),
-    }
-}
+use crate::plan::StepPlan;
+use crate::sync::lock;
 
 impl Optimizer {
     /// What overlapped steps need, if there was one.
@@ -285,10 +76,7 @@ impl Optimizer {
                 reason: format!("{} were added, and each has a number for each tensor", inner.tables.len()),
             });
         }
-        let streams = inner.tables.iter().any(|table| !table.is_resident());
-        if streams && inner.pipeline.is_none() {
-            return Err(no_ring());
-        }
+        inner.check_ring()?;
         let Some(powers) = inner.powers.clone() else {
             return Err(Error::InvalidOption {
                 option: "optimizer",
@@ -299,7 +87,9 @@ impl Optimizer {
         let overlap = self.overlap_of(&mut inner)?;
         let mut front = lock(&overlap.front);
         if front.layout.tables() != inner.tables.len() {
-            let tables = inner.tables.iter().map(|table| (&**table.plan(), table.is_resident()));
+            let on_host = if inner.hybrid.is_some() { Lies::Shared } else { Lies::OnHost };
+            let lies = |table: &StateTable| if table.is_resident() { Lies::OnDevice } else { on_host };
+            let tables = inner.tables.iter().map(|table| (&**table.plan(), lies(table)));
             front.layout = Arc::new(Layout::new(tables));
         }
         let (layout, tensors) = (front.layout.clone(), front.layout.tensors());
@@ -307,6 +97,8 @@ impl Optimizer {
             front.ready.push(overlap.marks.take()?);
         }
         front.groups.resize(tensors, None);
+        front.pipeline = inner.pipeline.as_ref().map(Arc::downgrade).unwrap_or_default();
+        front.on_host = layout.units.iter().any(|unit| unit.on_host);
         let mut step = OpenStep {
             tables: inner.tables.clone(),
             sets: ScalarSets::new(self.rule, groups.to_vec())?,
@@ -314,6 +106,8 @@ impl Optimizer {
             powers,
             expected: vec![None; tensors],
             offered: vec![None; tensors],
+            grad_bytes: vec![0; tensors],
+            shared: inner.hybrid.is_some(),
         };
         // A hook must not wait for the device to compute a power: whatever can be known is computed here.
         for (table, state) in inner.tables.iter().enumerate() {
@@ -333,6 +127,7 @@ impl Optimizer {
             tables: inner.tables.clone(),
             order: order.iter().flatten().copied().collect(),
             pipeline: inner.pipeline.clone(),
+            hybrid: inner.hybrid.clone(),
             scalars: step.unsent(),
             layout,
         };
@@ -341,6 +136,15 @@ impl Optimizer {
         lock(&overlap.waited).clear();
         overlap.handover.begin(tensors, Message::Begin(Box::new(new)));
         Ok(())
+    }
+
+    /// What lies where in a table of the open step. Unlike [`Self::plan`] it never waits for another call.
+    pub fn overlap_table(&self, table: usize) -> Result<Arc<StepPlan>> {
+        let overlap = self.overlap().ok_or_else(not_open)?;
+        overlap.not_forked()?;
+        let front = lock(&overlap.front);
+        let step = front.step.as_ref().ok_or_else(|| overlap.failed().unwrap_or_else(not_open))?;
+        step.tables.get(table).map(|table| table.plan().clone()).ok_or_else(|| unknown(table, 0))
     }
 
     /// Hands a gradient over that is final when what `after` was given so far has ended; without a stream it is final.
@@ -363,12 +167,19 @@ impl Optimizer {
         let tensor = layout.number(table, place).ok_or_else(|| unknown(table, place))?;
         let (state, spec) = (&step.tables[table], &step.tables[table].plan().tensors()[place]);
         segments::check_binding(spec, &binding, state.is_resident().then_some(columns.len()))?;
+        if step.shared && !state.is_resident() {
+            return Err(Error::InvalidOption {
+                option: "offer",
+                value: spec.name.clone(),
+                remedy: "the host takes part in its update, so hand its gradient over at the commit".to_owned(),
+            });
+        }
         if step.offered[tensor].is_some() {
             return Err(Error::PlanMismatch { tensor: spec.name.clone(), reason: "it was offered already".to_owned() });
         }
         let numbers = step.numbers(&layout, tensor, binding.group)?;
         (binding.scalars, binding.early) = (numbers.set, true);
-        step.offered[tensor] = Some(numbers);
+        (step.offered[tensor], step.grad_bytes[tensor]) = (Some(numbers), binding.grad.bytes());
         groups[tensor] = Some(numbers.group);
         let (scalars, mark) = (step.unsent(), after.map(|_| ready[tensor].clone()));
         drop(front);
@@ -381,7 +192,7 @@ impl Optimizer {
             }
             return Err(error);
         }
-        overlap.handover.offer(tensor, Message::Offer(Offer { tensor, binding, columns, mark, scalars }))
+        overlap.handover.offer(tensor, Message::Offer(Box::new(Offer { tensor, binding, columns, mark, scalars })))
     }
 
     /// Hands over all gradients that were not offered, as [`Self::step`] takes them. What has none by now stays as it is.
@@ -392,7 +203,7 @@ impl Optimizer {
         compute: Option<&Stream>,
         flags: StepFlags,
     ) -> Result<()> {
-        let inner = self.lock();
+        let mut inner = self.lock();
         let overlap = self.overlap().ok_or_else(not_open)?;
         overlap.not_forked()?;
         let mut front = lock(&overlap.front);
@@ -439,6 +250,7 @@ impl Optimizer {
         let commit = Commit {
             inputs,
             tensors: tensors.clone(),
+            landed: inner.landing.take(),
             mark: compute.map(|_| overlap.committed.clone()),
             grad_scale: flags.grad_scale,
             skip: flags.skip,
@@ -451,41 +263,41 @@ impl Optimizer {
         overlap.handover.commit(&tensors, Message::Commit(Box::new(commit)))
     }
 
-    /// Tensors that were updated since the last call, by table and place. What `stream` is given from now on runs after
-    /// these updates, so their gradients may be freed in its order. Without a stream: tensors whose updates have ended.
-    pub fn overlap_updated(&self, stream: Option<&Stream>) -> Result<Vec<(usize, usize)>> {
+    /// Tensors whose updates have ended since the last call, by table and place: nothing reads their gradients any more.
+    /// Never waits, and makes no stream wait: that would hold up a backward pass for the wire.
+    pub fn overlap_updated(&self) -> Result<Vec<(usize, usize)>> {
         let Some(overlap) = self.overlap() else { return Ok(Vec::new()) };
         overlap.not_forked()?;
-        // Points are reached in their order: one look is enough.
-        let reached = match stream {
-            Some(_) => u64::MAX,
-            None => overlap.points.newest_reached()?,
-        };
-        let (tensors, last) = overlap.handover.take_updated(|point| point <= reached)?;
-        if tensors.is_empty() {
+        if !overlap.handover.has_updated() {
             return Ok(Vec::new());
         }
-        overlap.order(last, stream)?;
-        let layout = lock(&overlap.front).layout.clone();
-        Ok(tensors.into_iter().map(|tensor| layout.home(tensor)).collect())
+        let reached = overlap.points.newest_reached()?;
+        let tensors = overlap.handover.take_updated(reached)?;
+        let front = lock(&overlap.front);
+        if let Some(step) = &front.step {
+            let bytes: u64 = tensors.iter().map(|&tensor| step.grad_bytes[tensor]).sum();
+            lock(&overlap.report).stats.freed_bytes += bytes;
+        }
+        Ok(tensors.into_iter().map(|tensor| front.layout.home(tensor)).collect())
     }
 
     /// Blocks until the updates of these tensors were submitted, of all where none are named; then makes `stream` wait for
-    /// them, or without a stream waits itself. Before the commit it waits for what was submitted, and for nothing else.
-    pub fn overlap_wait(&self, homes: Option<&[(usize, usize)]>, stream: Option<&Stream>) -> Result<()> {
-        let Some(overlap) = self.overlap() else { return Ok(()) };
+    /// them, or without a stream, or where a tensor is on the host, waits itself. Before the commit it waits for what was
+    /// submitted, and for nothing else. Returns whether an update was still under way.
+    pub fn overlap_wait(&self, homes: Option<&[(usize, usize)]>, stream: Option<&Stream>) -> Result<bool> {
+        let Some(overlap) = self.overlap() else { return Ok(false) };
         overlap.not_forked()?;
         if overlap.handover.is_quiet() {
-            return Ok(());
+            return Ok(false);
         }
-        let tensors = homes.map(|homes| overlap.numbers(homes)).transpose()?;
-        let point = overlap.handover.wait(tensors.as_deref())?;
-        overlap.order(point, stream)?;
-        if tensors.is_none() || overlap.points.latest() == point {
-            let is_over = overlap.points.is_reached(point)?;
-            is_over.then(|| overlap.handover.reached(point));
+        let tensors = homes.map(|homes| overlap.numbers(homes));
+        let (point, waited) = overlap.handover.wait(tensors.as_deref())?;
+        let stream = stream.filter(|_| !lock(&overlap.front).on_host);
+        let under_way = overlap.order(point, stream)?;
+        if !under_way && overlap.points.latest() == point {
+            overlap.handover.reached(point);
         }
-        Ok(())
+        Ok(waited || under_way)
     }
 
     /// Whether nobody has to wait for an update: [`Self::overlap_wait`] would return at once.
@@ -512,7 +324,11 @@ impl Optimizer {
     pub fn overlap_stats(&self) -> OverlapStats {
         self.overlap().map_or_else(OverlapStats::default, |overlap| {
             let stats = lock(&overlap.report).stats;
-            OverlapStats { pending: overlap.handover.counts().1 as u64, ..stats }
+            let pending = overlap.handover.pending() as u64;
+            let Some(pipeline) = lock(&overlap.front).pipeline.upgrade() else {
+                return OverlapStats { pending, ..stats };
+            };
+            OverlapStats { pending, ring_bytes: pipeline.bytes(), streamed: pipeline.stats(), ..stats }
         })
     }
 

@@ -4,6 +4,8 @@ use std::time::Instant;
 
 use serde::Serialize;
 
+use crate::flow::RunStats;
+
 /// One unit of an overlapped step: a chunk, or a tensor whose state is on the device.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct OverlapUnit {
@@ -44,11 +46,15 @@ pub struct OverlapStats {
     pub commit_ns: u64,
     /// When all of it was submitted; 0 before.
     pub end_ns: u64,
+    /// Bytes of the ring on the device.
+    pub ring_bytes: u64,
+    /// What went through the ring so far, with the times of its stages.
+    pub streamed: RunStats,
 }
 
 impl OverlapStats {
     /// All numbers by name.
-    pub fn named(&self) -> [(&'static str, u64); 9] {
+    pub fn named(&self) -> [(&'static str, u64); 17] {
         [
             ("early_units", self.early_units),
             ("early_bytes", self.early_bytes),
@@ -59,6 +65,14 @@ impl OverlapStats {
             ("begin_ns", self.begin_ns),
             ("commit_ns", self.commit_ns),
             ("end_ns", self.end_ns),
+            ("ring_bytes", self.ring_bytes),
+            ("fetch_bytes", self.streamed.fetch_bytes),
+            ("store_bytes", self.streamed.store_bytes),
+            ("fetch_ns", self.streamed.fetch_ns),
+            ("update_ns", self.streamed.update_ns),
+            ("store_ns", self.streamed.store_ns),
+            ("stalls", self.streamed.stalls),
+            ("stall_ns", self.streamed.stall_ns),
         ]
     }
 }

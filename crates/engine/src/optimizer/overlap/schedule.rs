@@ -38,6 +38,19 @@ pub(super) struct Unit {
     pub(super) bytes: u64,
     /// Whether it goes through a slot of the ring.
     pub(super) travels: bool,
+    /// Whether its weights are on the host: new ones are there when they are stored.
+    pub(super) on_host: bool,
+}
+
+/// Where a table's state is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Lies {
+    /// On the device: its tensors are units.
+    OnDevice,
+    /// On the host: its chunks are units.
+    OnHost,
+    /// On the host, and the host takes part: no chunk is a matter of the device alone.
+    Shared,
 }
 
 /// The units of all tables: the same for every step until a table is added.
@@ -48,19 +61,22 @@ pub(super) struct Layout {
     firsts: Vec<usize>,
     /// Table and place of each tensor.
     homes: Vec<(usize, usize)>,
+    /// By table: the first of its units.
+    first_units: Vec<usize>,
     /// The units of each tensor.
     units_of: Vec<Vec<usize>>,
 }
 
 impl Layout {
-    /// The units of these plans; `true` for a table whose state is on the device.
-    pub(super) fn new<'a>(tables: impl Iterator<Item = (&'a StepPlan, bool)>) -> Self {
+    /// The units of these plans.
+    pub(super) fn new<'a>(tables: impl Iterator<Item = (&'a StepPlan, Lies)>) -> Self {
         let mut layout = Self::default();
-        for (table, (plan, resident)) in tables.enumerate() {
+        for (table, (plan, lies)) in tables.enumerate() {
             let first = layout.homes.len();
             layout.firsts.push(first);
+            layout.first_units.push(layout.units.len());
             layout.homes.extend((0..plan.tensors().len()).map(|tensor| (table, tensor)));
-            if resident {
+            if lies == Lies::OnDevice {
                 let whole = plan.tensors().iter().enumerate().filter(|(_, spec)| spec.elements > 0);
                 layout.units.extend(whole.map(|(tensor, spec)| Unit {
                     table,
@@ -69,6 +85,7 @@ impl Layout {
                     elements: spec.elements,
                     bytes: 0,
                     travels: false,
+                    on_host: spec.on_host,
                 }));
                 continue;
             }
@@ -80,7 +97,8 @@ impl Layout {
                     tensors: pieces.iter().map(|piece| first + piece.tensor).collect(),
                     elements: chunk.elements,
                     bytes: state_bytes(&bucket.columns, pieces.iter().map(|piece| piece.elements).sum()),
-                    travels: bucket.on_host || !bucket.columns.is_empty(),
+                    travels: lies == Lies::Shared || bucket.on_host || !bucket.columns.is_empty(),
+                    on_host: bucket.on_host,
                 }
             }));
         }
@@ -107,6 +125,13 @@ impl Layout {
         (self.homes.get(number) == Some(&(table, tensor))).then_some(number)
     }
 
+    /// The unit of a chunk.
+    pub(super) fn chunk(&self, table: usize, chunk: usize) -> Option<usize> {
+        let unit = self.first_units.get(table)? + chunk;
+        let of = self.units.get(unit)?;
+        (of.table == table && of.part == Part::Chunk(chunk)).then_some(unit)
+    }
+
     /// Table and place of a tensor.
     pub(super) fn home(&self, number: usize) -> (usize, usize) {
         self.homes[number]
@@ -131,7 +156,7 @@ enum Known {
 type Heap = BinaryHeap<Reverse<(Need, usize)>>;
 
 /// One step's schedule.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Schedule {
     layout: Arc<Layout>,
     order: Vec<Need>,
@@ -222,13 +247,33 @@ impl Schedule {
         }
     }
 
+    /// How early a unit is needed; `None` if it has nothing to update.
+    pub(super) fn need(&self, unit: usize) -> Option<Need> {
+        let with_gradient = |&&tensor: &&usize| self.known[tensor] != Known::Absent;
+        self.layout.units[unit].tensors.iter().filter(with_gradient).map(|&tensor| self.order[tensor]).min()
+    }
+
+    /// Whether all gradients were handed over, and none of those that were offered is awaited.
+    pub(super) fn is_committed(&self) -> bool {
+        self.committed && self.awaited == 0
+    }
+
+    /// Whatever has not run will not.
+    pub(super) fn skip_rest(&mut self) {
+        self.units_left = 0;
+        for tensor in 0..self.known.len() {
+            if std::mem::take(&mut self.left[tensor]) > 0 && self.known[tensor] != Known::Absent {
+                self.completed.push(tensor);
+            }
+        }
+    }
+
     /// All is known about a unit.
     fn let_go(&mut self, unit: usize) {
-        let Unit { tensors, travels, .. } = &self.layout.units[unit];
-        let with_gradient = || tensors.iter().filter(|&&tensor| self.known[tensor] != Known::Absent);
-        let Some(need) = with_gradient().map(|&tensor| self.order[tensor]).min() else { return };
+        let Some(need) = self.need(unit) else { return };
+        let travels = self.layout.units[unit].travels;
         let heaps = if self.is_late(unit) && !self.commit_reached { &mut self.late } else { &mut self.now };
-        heaps[usize::from(*travels)].push(Reverse((need, unit)));
+        heaps[usize::from(travels)].push(Reverse((need, unit)));
         self.units_left += 1;
     }
 
@@ -274,6 +319,6 @@ impl Schedule {
 
     /// Whether all has run that will ever run in this step.
     pub(super) fn is_over(&self) -> bool {
-        self.committed && self.awaited == 0 && self.units_left == 0
+        self.is_committed() && self.units_left == 0
     }
 }

@@ -4,74 +4,29 @@
 //! optimizer may wait for it. While it has nothing to submit it sleeps: until a message comes, or for a moment where a
 //! gradient was offered and is not final yet.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use forebay_device::{Region, Scalars, SharedDevice, Stream};
+use forebay_device::{SharedDevice, Stream};
 
 use super::handover::{Handover, Sleep};
+use super::host::HostProgress;
 use super::points::Points;
 use super::report::Report;
-use super::schedule::{Layout, Need, Part, Schedule};
+use super::schedule::{Part, Schedule};
+use super::step::{Message, Step};
 use crate::error::{Error, Result};
-use crate::flow::{Mark, Pipeline};
-use crate::optimizer::segments::{Binding, Segments, StepInputs, TableInput, TableStep};
+use crate::optimizer::segments::{Segments, TableStep};
 use crate::optimizer::streamed;
-use crate::optimizer::table::StateTable;
 use crate::snapshot::Stepping;
 use crate::sync::{Mutex, lock};
 
 /// How long the thread sleeps between two looks at gradients that are not final yet.
 const NAP: Duration = Duration::from_micros(50);
 
-/// At most so many offered gradients are looked at in a row when none of them is final.
-const LOOKS: usize = 16;
-
 /// Elements of resident tensors that one launch updates at the most, so that who waits for the first need not wait for
 /// all.
 const BATCH_ELEMENTS: u64 = 16 << 20;
-
-/// What the thread is told.
-#[derive(Debug)]
-pub(super) enum Message {
-    Begin(Box<NewStep>),
-    Offer(Offer),
-    Commit(Box<Commit>),
-    Abort,
-}
-
-/// A step that begins.
-#[derive(Debug)]
-pub(super) struct NewStep {
-    pub(super) tables: Vec<Arc<StateTable>>,
-    pub(super) layout: Arc<Layout>,
-    pub(super) order: Vec<Need>,
-    pub(super) pipeline: Option<Arc<Pipeline>>,
-    pub(super) scalars: Vec<Scalars>,
-}
-
-/// A gradient that will be final when its mark is reached; without a mark it is.
-#[derive(Debug)]
-pub(super) struct Offer {
-    pub(super) tensor: usize,
-    pub(super) binding: Binding,
-    pub(super) columns: Vec<Region>,
-    pub(super) mark: Option<Arc<Mark>>,
-    /// Sets of scalars that were not known when the step began.
-    pub(super) scalars: Vec<Scalars>,
-}
-
-/// All other gradients, final when the mark is reached.
-#[derive(Debug)]
-pub(super) struct Commit {
-    pub(super) inputs: Vec<TableInput>,
-    pub(super) tensors: Vec<usize>,
-    pub(super) mark: Option<Arc<Mark>>,
-    pub(super) grad_scale: Option<Region>,
-    pub(super) skip: Option<Region>,
-    pub(super) scalars: Vec<Scalars>,
-}
 
 /// The thread's own.
 pub(super) struct Worker {
@@ -121,20 +76,23 @@ impl Worker {
             for message in mail.drain(..) {
                 match message {
                     Message::Begin(_) => {}
-                    Message::Offer(offer) => step.take_offer(offer),
+                    Message::Offer(offer) => step.take_offer(*offer),
                     Message::Commit(commit) => step.take_commit(*commit),
                     Message::Abort => return Ok(Ended::Aborted),
                 }
             }
             step.look()?;
-            let mut ran = false;
-            for travels in [false, true] {
-                if stepping.is_empty() {
-                    stepping.extend(step.tables.iter().filter_map(|table| table.stepping()));
-                }
-                ran |= if travels { self.run_chunk(step)? } else { self.run_resident(step)? };
-                self.publish(step)?;
+            if stepping.is_empty() {
+                stepping.extend(step.tables.iter().filter_map(|table| table.stepping()));
             }
+            let mut ran = self.run_resident(step)?;
+            self.publish(&mut step.schedule, step.first.is_some())?;
+            if step.hybrid.is_none() {
+                ran |= self.run_chunk(step)?;
+            } else if !ran && step.schedule.is_committed() {
+                self.run_hybrid(step)?;
+            }
+            self.publish(&mut step.schedule, step.first.is_some())?;
             if step.schedule.is_over() {
                 return Ok(Ended::Done);
             }
@@ -152,8 +110,9 @@ impl Worker {
         let Some(pipeline) = step.pipeline.clone() else { return Err(crate::optimizer::no_ring()) };
         let late = self.follow(step, unit)?;
         let of = &step.schedule.layout().units[unit];
-        let (table, Part::Chunk(chunk)) = (of.table, of.part) else { return Ok(false) };
-        let (on_host, bytes) = (step.is_on_host(table, chunk), of.bytes);
+        let (table, Part::Chunk(chunk), bytes, on_host) = (of.table, of.part, of.bytes, of.on_host) else {
+            return Ok(false);
+        };
         streamed::run_chunk(&pipeline, step.table(table), chunk, &step.values, &self.stream)?;
         if on_host {
             // The new weights are there when they are stored, not when they are updated.
@@ -188,25 +147,52 @@ impl Worker {
         Ok(true)
     }
 
-    /// Begins a unit. Whether it has gradients of the commit: then what is submitted from now on is ordered behind the
-    /// commit's mark, once.
+    /// Begins a unit; whether it has gradients of the commit.
     fn follow(&self, step: &mut Step, unit: usize) -> Result<bool> {
         let late = step.schedule.is_late(unit);
-        if late && let Some(mark) = step.commit.take() {
-            mark.wait(&self.stream)?;
-            step.schedule.reach_commit();
+        if late {
+            self.pass_commit(step)?;
         }
         step.first.get_or_insert(unit);
         Ok(late)
     }
 
-    /// Tells who waits which tensors are updated.
-    fn publish(&self, step: &mut Step) -> Result<()> {
-        let completed = step.schedule.take_completed();
+    /// Lets the host take part, once all is known: in the order of need, until the last weights are on their way.
+    fn run_hybrid(&self, step: &mut Step) -> Result<()> {
+        let Some(hybrid) = step.hybrid.take() else { return Ok(()) };
+        self.pass_commit(step)?;
+        let tables: Vec<usize> = (0..step.tables.len()).filter(|&table| !step.tables[table].is_resident()).collect();
+        step.first = step.first.or_else(|| tables.first().and_then(|&table| step.schedule.layout().chunk(table, 0)));
+        let progress = HostProgress::new(self, &tables, std::mem::take(&mut step.schedule), step.pipeline.as_deref());
+        let steps: Vec<TableStep<'_>> = tables.iter().map(|&table| step.table(table)).collect();
+        let outcome = hybrid.run(&steps, step.pipeline.as_deref(), &step.values, &self.stream, Some(&progress));
+        drop(steps);
+        step.schedule = progress.into_schedule();
+        if outcome.is_err() {
+            // Nothing of it may be under way when the caller learns of it.
+            let _ = hybrid.lane().drain().and(hybrid.lane().finish_landing());
+        }
+        // What the skip flag held back was not told of.
+        step.schedule.skip_rest();
+        outcome
+    }
+
+    /// Orders what is submitted from now on behind the commit's mark, once.
+    fn pass_commit(&self, step: &mut Step) -> Result<()> {
+        if let Some(mark) = step.commit.take() {
+            mark.wait(&self.stream)?;
+            step.schedule.reach_commit();
+        }
+        Ok(())
+    }
+
+    /// Tells who waits which tensors are updated. Before anything was submitted there is no point to record.
+    pub(super) fn publish(&self, schedule: &mut Schedule, begun: bool) -> Result<()> {
+        let completed = schedule.take_completed();
         if completed.is_empty() {
             return Ok(());
         }
-        let point = if step.first.is_some() { self.points.record(&self.stream)? } else { self.points.latest() };
+        let point = if begun { self.points.record(&self.stream)? } else { self.points.latest() };
         self.handover.submitted(&completed, point);
         Ok(())
     }
@@ -230,122 +216,5 @@ fn panicked() -> Error {
         option: "overlapped step",
         value: "panicked".to_owned(),
         remedy: "this is a defect of forebay; please report it".to_owned(),
-    }
-}
-
-/// The step under way.
-struct Step {
-    tables: Vec<Arc<StateTable>>,
-    inputs: Vec<TableInput>,
-    values: StepInputs,
-    schedule: Schedule,
-    pipeline: Option<Arc<Pipeline>>,
-    /// Gradients that were offered and not seen to be final, in the order of the offers.
-    offered: VecDeque<(Arc<Mark>, usize)>,
-    /// The commit's mark, until the updates' stream waits for it or it was reached.
-    commit: Option<Arc<Mark>>,
-    /// The first unit of which something was submitted.
-    first: Option<usize>,
-}
-
-impl Step {
-    fn new(new: NewStep) -> Self {
-        let NewStep { tables, layout, order, pipeline, scalars } = new;
-        let empty = |table: &Arc<StateTable>| {
-            let tensors = table.plan().tensors().len();
-            TableInput { tensors: vec![None; tensors], resident: vec![Vec::new(); tensors] }
-        };
-        Self {
-            inputs: tables.iter().map(empty).collect(),
-            values: StepInputs { scalars, ..StepInputs::default() },
-            schedule: Schedule::new(layout, order),
-            offered: VecDeque::new(),
-            commit: None,
-            first: None,
-            tables,
-            pipeline,
-        }
-    }
-
-    fn table(&self, table: usize) -> TableStep<'_> {
-        TableStep { table: &self.tables[table], input: &self.inputs[table], landed: &[] }
-    }
-
-    fn is_on_host(&self, table: usize, chunk: usize) -> bool {
-        let plan = self.tables[table].plan();
-        plan.buckets()[plan.chunks()[chunk].bucket].on_host
-    }
-
-    fn take_offer(&mut self, offer: Offer) {
-        let (table, place) = self.schedule.layout().home(offer.tensor);
-        self.inputs[table].tensors[place] = Some(offer.binding);
-        self.inputs[table].resident[place] = offer.columns;
-        self.values.scalars.extend(offer.scalars);
-        self.schedule.offer(offer.tensor);
-        match offer.mark {
-            Some(mark) => self.offered.push_back((mark, offer.tensor)),
-            None => self.schedule.ready(offer.tensor),
-        }
-    }
-
-    fn take_commit(&mut self, commit: Commit) {
-        for (own, given) in self.inputs.iter_mut().zip(commit.inputs) {
-            let mut columns = given.resident.into_iter();
-            for (tensor, binding) in given.tensors.into_iter().enumerate() {
-                let columns = columns.next();
-                if binding.is_some() {
-                    own.tensors[tensor] = binding;
-                    own.resident[tensor] = columns.unwrap_or_default();
-                }
-            }
-        }
-        self.values.scalars.extend(commit.scalars);
-        (self.values.grad_scale, self.values.skip) = (commit.grad_scale, commit.skip);
-        self.schedule.commit(commit.tensors.into_iter());
-        self.commit = commit.mark;
-        if self.commit.is_none() {
-            self.schedule.reach_commit();
-        }
-    }
-
-    /// Whether there is something to look at again soon.
-    fn is_looking(&self) -> bool {
-        !self.offered.is_empty()
-    }
-
-    /// Looks which gradients have become final. Streams reach their marks in the order of the offers, and there are few
-    /// streams: a few looks in vain are enough.
-    fn look(&mut self) -> Result<()> {
-        let (mut at, mut vain) = (0, 0);
-        while at < self.offered.len() && vain < LOOKS {
-            if self.offered[at].0.query()? {
-                if let Some((_, tensor)) = self.offered.remove(at) {
-                    self.schedule.ready(tensor);
-                }
-            } else {
-                (at, vain) = (at + 1, vain + 1);
-            }
-        }
-        if !self.offered.is_empty()
-            && let Some(mark) = &self.commit
-            && mark.query()?
-        {
-            self.commit = None;
-            self.schedule.reach_commit();
-        }
-        Ok(())
-    }
-
-    /// What is wrong with a step that was given up when some of it had been submitted.
-    fn torn(&self) -> Error {
-        let units = &self.schedule.layout().units;
-        let name = self.first.map(|unit| {
-            let (table, place) = self.schedule.layout().home(units[unit].tensors[0]);
-            self.tables[table].plan().tensors()[place].name.clone()
-        });
-        Error::PlanMismatch {
-            tensor: name.unwrap_or_default(),
-            reason: "the step was given up after its update had been submitted".to_owned(),
-        }
     }
 }
