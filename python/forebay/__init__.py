@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from forebay import errors, optim
-from forebay._core import version
+from forebay._core import open_through_torch, version
 from forebay.errors import (
     AsleepError,
     CheckpointError,
@@ -62,6 +62,8 @@ __all__ = [
 __all__ += optim.__all__
 
 __version__ = version()
+
+open_through_torch()
 
 
 def __dir__() -> list[str]:

@@ -7,6 +7,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
+__all__ = ["CHECKPOINT_BLOCK_BYTES", "ActivationPlan", "Activations", "CallKind", "CallTimes", "Checkpoint", "HostCopies", "HostView", "LayerCost", "LayerPlan", "LayerStats", "Looked", "MeasuredCall", "MeasuredPass", "Moved", "OffloadStats", "Opened", "Optimizer", "PassCost", "PassSample", "Route", "Rule", "Saved", "Saving", "Slabs", "Snapshot", "TensorCost", "_errors_for_test", "_gil_is_released_for_test", "_memory_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "check_contract", "check_host", "checkpoint_summary", "command", "export_weights", "host_memory", "kept_copy_bytes", "latest_checkpoint", "look", "look_with_gradients", "open_through_torch", "probe", "release_copies", "verify_checkpoint", "version", "write_checkpoint"]
+
 CHECKPOINT_BLOCK_BYTES: Final[int]
 """
 Bytes of a checkpoint's file that one checksum covers.
@@ -989,6 +991,12 @@ def look_with_gradients(parameters: Any, table: Any, plain: tuple[Any, Any]) -> 
     these parameters in the list (nothing where they are all of it), and what `look` finds for both.
     """
 
+def open_through_torch() -> None:
+    """
+    Make devices of torch's openable. The package calls it once; an initializer of the module would leave the stubs
+    without its list of names.
+    """
+
 def probe(device: str | None = None) -> str:
     """
     Measure a device, by default the first GPU; JSON text.
@@ -1013,5 +1021,3 @@ def write_checkpoint(folder: str | PathLike[str], prefix: str, entries: Incomple
     """
     Write entries into files of a folder, and sync them.
     """
-
-def __getattr__(name: str) -> Incomplete: ...

@@ -63,11 +63,11 @@ mod _core {
     #[pymodule_export]
     const CHECKPOINT_BLOCK_BYTES: u64 = forebay::checkpoint::BLOCK_BYTES;
 
-    /// Devices of torch's can be opened from here on.
-    #[pymodule_init]
-    fn init(_module: &Bound<'_, PyModule>) -> PyResult<()> {
+    /// Make devices of torch's openable. The package calls it once; an initializer of the module would leave the stubs
+    /// without its list of names.
+    #[pyfunction]
+    fn open_through_torch() {
         crate::accelerator::install();
-        Ok(())
     }
 
     /// The version of the extension module, which is the version of the package.
