@@ -19,6 +19,7 @@ from forebay.activations.budget.controller import MEASURING
 from support.budget import budgeted, by_chance, recomputed
 from support.models import forwards_of, tiny
 from support.offload import assert_nothing_left, offloaded
+from support.sizes import combinations
 from support.tensors import assert_same
 
 transformers = pytest.importorskip("transformers")
@@ -165,11 +166,9 @@ def make_tiny(device: torch.device, reentrant: bool, kind: str = "llama") -> Run
     return Run(tiny(kind, device), device, reentrant=reentrant)
 
 
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(("order", "reentrant", "recompute"), combinations(ORDERS, [False, True], [False, True]))
 def test_every_order_of_switching(order: str, reentrant: bool, recompute: bool, device: torch.device) -> None:
-    compare(order, lambda: make_tiny(device, reentrant), lambda model: offloaded(model, recompute=recompute))
+    compare(ORDERS[order], lambda: make_tiny(device, reentrant), lambda model: offloaded(model, recompute=recompute))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
@@ -227,13 +226,11 @@ def drawn(model: nn.Module, seed: int, **options: Any) -> Any:
     return handle
 
 
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("recompute", [False, "auto"])
+@pytest.mark.parametrize(("order", "reentrant", "recompute"), combinations(ORDERS, [False, True], [False, "auto"]))
 def test_every_order_under_a_budget(order: str, reentrant: bool, recompute: bool | str, device: torch.device) -> None:
     # Once as long as it only measures, once when plans are in force before the switch.
-    later = order.replace("offload", "offload step step step", 1)
-    for seed, words in enumerate((order, f"{later} step step")):
+    later = ORDERS[order].replace("offload", "offload step step step", 1)
+    for seed, words in enumerate((ORDERS[order], f"{later} step step")):
         compare(
             words,
             lambda: make_tiny(device, reentrant),

@@ -15,6 +15,7 @@ from forebay.optim.overlap.pending import Pending
 from support.models import tiny
 from support.optim import TINY
 from support.overlap import Run, adamw, batch, both, net
+from support.sizes import combinations
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -199,8 +200,7 @@ def test_a_model_compiled_as_a_whole(device: torch.device, when: str, clip: floa
 
 @CLIPS
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
-@pytest.mark.parametrize("offload_first", [True, False])
-@pytest.mark.parametrize("compile_when", ["first", "last"])
+@pytest.mark.parametrize(("offload_first", "compile_when"), combinations([True, False], ["first", "last"]))
 def test_compiled_layers_with_offloaded_activations(
     device: torch.device, compile_when: str, offload_first: bool, clip: float | None
 ) -> None:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 LONG = os.environ.get("FOREBAY_LONG", "0") not in ("", "0")
 
@@ -15,3 +20,8 @@ def seeds(many: int, few: int = 1) -> list[int]:
 def times(few: int, many: int) -> int:
     """Return how often to try something by chance."""
     return many if LONG else few
+
+
+def combinations(*axes: Iterable[Any], step: int = 3) -> list[tuple[Any, ...]]:
+    """Return all combinations of some axes, or every third: with axes of two or four values each value is still tried."""
+    return list(product(*axes))[:: 1 if LONG else step]
