@@ -23,5 +23,5 @@ def times(few: int, many: int) -> int:
 
 
 def combinations(*axes: Iterable[Any], step: int = 3) -> list[tuple[Any, ...]]:
-    """Return all combinations of some axes, or every third: with axes of two or four values each value is still tried."""
+    """Return all combinations, or every third: where axes have two or four values, each value is still tried."""
     return list(product(*axes))[:: 1 if LONG else step]
