@@ -9,6 +9,7 @@ mod output;
 mod plan;
 mod progress;
 mod tables;
+mod trace;
 
 use std::ffi::OsString;
 
@@ -17,7 +18,7 @@ use forebay::Error;
 use forebay_bench::{Model, StepBenchOptions, bench_cpu_adam, bench_step, open_device, probe};
 use serde::Serialize;
 
-use options::{Bench, Cli, Command, CpuAdamArgs, DeviceChoice, Plan, RingArgs, StepArgs};
+use options::{Bench, Cli, Command, CpuAdamArgs, DeviceChoice, Plan, RingArgs, StepArgs, Trace};
 use output::{Json, check_writable, emit, fail};
 use progress::Bar;
 
@@ -40,6 +41,7 @@ pub fn run<A: Into<OsString> + Clone>(arguments: impl IntoIterator<Item = A>, bu
         Command::Verify { path, output } => checkpoint::verify(&path, &output.json),
         Command::Convert { from, to, weights } => checkpoint::convert(&from, &to, weights),
         Command::Plan { plan: Plan::Step(args) } => plan::step(&args),
+        Command::Trace { trace: Trace::Merge { traces, output } } => trace::merge(&traces, &output),
         Command::Bench { bench: Bench::Step(args) } => run_bench_step(&args),
         Command::Bench { bench: Bench::CpuAdam(args) } => run_bench_cpu_adam(&args),
     };
@@ -95,8 +97,8 @@ fn run_bench_step(args: &StepArgs) -> Result<u8, Failure> {
     let result = bench_step(&device, &options, &mut bar)?;
     drop(bar);
     report(json, &result, || tables::step(&result))?;
-    if let (Some(path), Some(trace)) = (&args.trace, &result.trace) {
-        write(path, &trace.chrome_events())?;
+    if let (Some(path), Some(recording)) = (&args.trace, &result.trace) {
+        trace::write(path, recording)?;
         if !json.to_stdout() {
             emit(&format!("wrote {path}: open it in Perfetto or chrome://tracing\n"))?;
         }
