@@ -10,6 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from forebay import _checks, _device
+from forebay._registry import register
 from forebay.activations import saved as _saved
 from forebay.activations.budget.controller import Budget
 from forebay.activations.budget.layer import PlannedLayer
@@ -66,6 +67,7 @@ class ActivationOffload:
         self._saver, self._layers, self._undo, self._budget = saver, layers, undo, budget
         # Why nothing is offloaded or recomputed; None if something is.
         self._idle = idle
+        register("activations", self)
 
     def stats(self) -> dict[str, float]:
         """Return sums since the beginning.

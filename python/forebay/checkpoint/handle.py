@@ -16,6 +16,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from forebay._log import logger
+from forebay._registry import register
 from forebay.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class Handle:
         # Not a daemon: at exit Python waits until the save is complete.
         self._thread = threading.Thread(target=run, name="forebay-save")
         self._thread.start()
+        register("save", self)
 
     def done(self) -> bool:
         """Whether the save has ended, with success or without."""

@@ -21,6 +21,7 @@ from forebay import _core
 from forebay._checks import positive
 from forebay._device import CPU, check_not_captured, device_of, engine_name, is_gpu, stream_handle
 from forebay._live import wait_for_live, waited_s
+from forebay._registry import register
 from forebay._tensors import (
     address,
     bump_versions,
@@ -176,6 +177,7 @@ class Optimizer(torch.optim.Optimizer):
     def _set_up(self, options: Options, defaults: dict[str, Any]) -> None:
         others = set(vars(self))
         Optimizer.alive.add(self)
+        register("optimizer", self)
         self._options = options
         self._rule = _core.Rule(self.rule_for(defaults))
         # GradScaler then leaves unscaling and skipping to the step.

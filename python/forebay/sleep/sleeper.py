@@ -12,6 +12,7 @@ import torch
 from forebay import _core
 from forebay._device import capturing, device_of, empty_cache, engine_name
 from forebay._live import wait_for_live
+from forebay._registry import register
 from forebay.errors import AsleepError, Error, OptionError
 from forebay.sleep.asleep import Asleep, Numbers, asleep_error, replaced_error
 from forebay.sleep.guards import Guards, gathers_ahead
@@ -89,6 +90,7 @@ class Sleeper:
         for device in {parameter.get_device() for parameter in self._walk().parameters()}:
             if device >= 0:
                 self._slabs_of(device)
+        register("sleeper", self)
         if prepare:
             self.prepare()
 

@@ -38,8 +38,9 @@ pub use tape::{EntryId, Key, Location, Opened, Route, SaveId, Saved, Tape};
 
 use crate::error::{Error, Result};
 use crate::flow::{Cancelled, CopyJob, InFlight, Lane, Mark, Marks, QueuedCopy};
-use crate::memory::Allocator;
+use crate::memory::{Allocator, PinnedBudget};
 use crate::sync::{Mutex, MutexGuard, lock};
+use crate::totals::{Use, count_fetched, count_stored};
 
 /// What to offload, and how much of it at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -167,6 +168,7 @@ pub struct Offload {
     store: Lane,
     fetch: Lane,
     state: Mutex<OffloadState>,
+    budget: PinnedBudget,
     pid: u32,
 }
 
@@ -174,7 +176,7 @@ impl Offload {
     /// Starts the two lanes; nothing is pinned yet. What is pinned later stays within the allocator's budget.
     pub fn new(allocator: Arc<Allocator>, options: OffloadOptions) -> Result<Self> {
         options.check()?;
-        let device = allocator.device().clone();
+        let (device, budget) = (allocator.device().clone(), allocator.budget().clone());
         let marks = Marks::new(device.clone());
         let balance = options.fraction.is_none().then(Balance::new);
         let state = OffloadState {
@@ -191,6 +193,7 @@ impl Offload {
             fetch: Lane::new(&device, &marks, "fetch")?,
             device,
             marks,
+            budget,
             state: Mutex::new(state),
             pid: std::process::id(),
         })
@@ -298,7 +301,10 @@ impl Offload {
         }
         if saved.new && saved.offload {
             match self.begin_store(state, saved.entry, key.bytes, source, compute) {
-                Ok(None) => state.clock.layer(layer).stored_bytes += key.bytes,
+                Ok(None) => {
+                    state.clock.layer(layer).stored_bytes += key.bytes;
+                    count_stored(Use::Activations, key.bytes);
+                }
                 Ok(reason) => {
                     state.tape.keep(saved.entry);
                     (saved.offload, exhausted) = (false, reason);
@@ -404,6 +410,7 @@ impl Offload {
         found.compute = compute.clone();
         found.fetch = Some(Fetch { copy, joined: false });
         state.clock.layer(found.layer).fetched_bytes += bytes;
+        count_fetched(Use::Activations, bytes);
         Ok(())
     }
 
@@ -475,6 +482,11 @@ impl Offload {
         state.blocks.give(InFlight::new(found.block, last_use));
         fetched.and(stored)?;
         Ok(Some(entry))
+    }
+
+    /// Bytes pinned now, used or not. Takes no lock.
+    pub fn pinned_bytes(&self) -> u64 {
+        self.budget.used_bytes()
     }
 
     /// Sums since the beginning; waits until the times of all waits can be read.

@@ -7,6 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use forebay_device::{Backend, Buffer, Event, Region, SharedDevice, Slab, SlabLayout, Stream};
 
 use crate::error::Result;
+use crate::totals::{Held, Use, count_stored};
 
 /// On the CPU backend a stream is a thread; this many copy at once.
 const CPU_LANES: usize = 4;
@@ -15,7 +16,14 @@ const CPU_LANES: usize = 4;
 #[derive(Debug)]
 pub struct HostCopies {
     device: SharedDevice,
-    slab: Mutex<Option<Slab>>,
+    slab: Mutex<Option<KeptSlab>>,
+}
+
+/// The slab, and its part in the process's totals.
+#[derive(Debug)]
+struct KeptSlab {
+    slab: Slab,
+    _held: Held,
 }
 
 impl HostCopies {
@@ -29,13 +37,13 @@ impl HostCopies {
         &self.device
     }
 
-    fn slab(&self) -> MutexGuard<'_, Option<Slab>> {
+    fn slab(&self) -> MutexGuard<'_, Option<KeptSlab>> {
         self.slab.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Bytes of the slab.
     pub fn bytes(&self) -> u64 {
-        self.slab().as_ref().map_or(0, |slab| slab.layout().bytes())
+        self.slab().as_ref().map_or(0, |kept| kept.slab.layout().bytes())
     }
 
     /// Copies regions of the device's memory to the host, and returns the copies when all have arrived. The copies begin
@@ -49,10 +57,13 @@ impl HostCopies {
         }
         let mut kept = self.slab();
         let layout = SlabLayout::new(&from.iter().map(Region::bytes).collect::<Vec<_>>())?;
-        let slab = match kept.take().filter(|slab| slab.layout() == &layout) {
-            Some(slab) => kept.insert(slab),
+        let slab = match kept.take().filter(|kept| kept.slab.layout() == &layout) {
+            Some(same) => &kept.insert(same).slab,
             // The old slab has been freed: both together may not fit.
-            None => kept.insert(self.device.pin(layout)?),
+            None => {
+                let held = Held::pinned(Use::Saves, layout.bytes());
+                &kept.insert(KeptSlab { slab: self.device.pin(layout)?, _held: held }).slab
+            }
         };
         let lanes = self.lanes()?;
         let point = self.device.event()?;
@@ -87,6 +98,7 @@ impl HostCopies {
             let copy = slab.part(index)?;
             if region.bytes() > 0 {
                 self.device.copy(&lanes[index % lanes.len()], region, &copy)?;
+                count_stored(Use::Saves, region.bytes());
             }
             copies.push(copy);
         }

@@ -44,6 +44,7 @@ use super::shared::{Shared, SharedKey};
 use crate::error::Result;
 use crate::memory::Allocator;
 use crate::sync::{Mutex, lock};
+use crate::totals::{Held, Use, Wait, count_fetched, count_stored, count_waits};
 use crate::trace::{Span, Stage, Trace};
 
 /// The rings that users share.
@@ -65,6 +66,7 @@ struct PipelineCore {
     marks: Arc<Marks>,
     ring: Ring<Arc<Mark>>,
     slots: Vec<SlotRecord>,
+    _held: Held,
     pid: u32,
 }
 
@@ -280,6 +282,9 @@ impl Pipeline {
         // From here on a failure gives the slot back.
         let mut slot = Slot { index, end: None, timed: false, core: self.core.clone(), log: self.log.clone() };
         self.core.harvest(index, None);
+        if stall.waited {
+            count_waits(Wait::Slot, 1, stall.time.as_nanos() as u64);
+        }
         let mut totals = lock(&self.log.totals);
         slot.timed = totals.acquired.is_multiple_of(TIMED_EVERY) || !totals.trace.is_off();
         totals.acquired += 1;
@@ -440,6 +445,7 @@ impl PipelineCore {
             fetch: device.stream("fetch")?,
             store: device.stream("store")?,
             ring: Ring::new(slots),
+            _held: Held::ring(Pipeline::ring_bytes(slots, slot_bytes)),
             pid: std::process::id(),
             device: device.clone(),
             marks,
@@ -480,6 +486,8 @@ impl PipelineCore {
         let slot = &self.slots[index];
         let mut noted = lock(&slot.trip);
         let Some(trip) = noted.take_if(|trip| of.is_none_or(|log| Arc::ptr_eq(log, &trip.log))) else { return };
+        count_fetched(Use::Optimizer, trip.payload_bytes);
+        count_stored(Use::Optimizer, trip.payload_bytes);
         let mut times = [0; 3];
         if trip.timed {
             for (time, [begin, end]) in times.iter_mut().zip(&slot.timers) {

@@ -44,6 +44,7 @@ use crate::flow::{InFlight, Mark, Marks, Pipeline};
 use crate::memory::{Allocator, Lease};
 use crate::plan::{Chunk, Piece};
 use crate::sync::{Mutex, lock};
+use crate::totals::{Use, count_fetched, count_stored};
 
 /// The most chunks that may be on their way down, and the most that the threads may have, when the next slot is asked
 /// for. One slot must remain free: a lane that held all slots would wait for ever.
@@ -245,7 +246,9 @@ impl HostLane {
     pub(super) fn land(&self, grad: &Region, into: &Region, stream: &Stream) -> Result<()> {
         self.ready.record(stream)?;
         self.ready.wait(&self.streams.down)?;
-        Ok(self.device.copy(&self.streams.down, grad, into)?)
+        self.device.copy(&self.streams.down, grad, into)?;
+        count_stored(Use::Optimizer, grad.bytes());
+        Ok(())
     }
 
     /// Blocks until the gradients under way have arrived.
@@ -470,7 +473,9 @@ impl<'a> Step<'a> {
             let width = binding.weight_dtype.bytes();
             pairs.push((run.of(&binding.weight, width)?, run.weight(&held, width)?));
         }
-        self.stats.down_bytes += pairs.iter().map(|(from, _)| from.bytes()).sum::<u64>();
+        let bytes = pairs.iter().map(|(from, _)| from.bytes()).sum();
+        self.stats.down_bytes += bytes;
+        count_stored(Use::Optimizer, bytes);
         let slot = transfer(held, self.directions.down, &pairs, |slot| &slot.landed)?;
         Ok(Passage { table, chunks, claimed, runs, slot: Some(slot) })
     }
@@ -533,7 +538,9 @@ impl<'a> Step<'a> {
             let width = binding.weight_dtype.bytes();
             pairs.push((run.weight(&held, width)?, run.of(&binding.weight, width)?));
         }
-        self.stats.up_bytes += pairs.iter().map(|(from, _)| from.bytes()).sum::<u64>();
+        let bytes = pairs.iter().map(|(from, _)| from.bytes()).sum();
+        self.stats.up_bytes += bytes;
+        count_fetched(Use::Optimizer, bytes);
         // Back to the ring, with the mark that ends the copies.
         let (mut held, end) = transfer(held, self.directions.up, &pairs, |slot| &slot.sent)?.into_parts();
         held.end = end;

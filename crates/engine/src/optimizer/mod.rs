@@ -668,9 +668,9 @@ impl Optimizer {
         })
     }
 
-    /// Bytes that are pinned for it.
+    /// Bytes that are pinned for it. Takes no lock, which a step or a save may hold for long.
     pub fn pinned_bytes(&self) -> u64 {
-        self.lock().pinned_bytes()
+        self.memory.budget().used_bytes()
     }
 
     /// Keeps the spans of the next steps' stages, at most this many for each; see [`Pipeline::set_trace`].

@@ -76,10 +76,6 @@ impl SleepSlabs {
         *self = Self { layout: self.layout.emptied(), ..Self::default() };
     }
 
-    fn pinned_bytes(&self) -> u64 {
-        self.slabs.iter().map(|slab| slab.bytes()).sum()
-    }
-
     /// Makes room for all of these: existing room first, then one more slab of exactly what is missing.
     fn place(&mut self, allocator: &Allocator, wants: &[Want]) -> Result<()> {
         let mut layout = self.layout.clone();
@@ -158,9 +154,9 @@ impl Sleeper {
         lock(&self.slabs).layout.mark(ids, false);
     }
 
-    /// Bytes pinned now.
+    /// Bytes pinned now. Takes no lock, which is held while memory is pinned.
     pub fn pinned_bytes(&self) -> u64 {
-        lock(&self.slabs).pinned_bytes()
+        self.allocator.budget().used_bytes()
     }
 
     /// Unpins and frees everything. Refused while anything sleeps.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch._compile import _disable_dynamo
 
+from forebay._registry import register
 from forebay.errors import OptionError
 from forebay.optim.base import Optimizer
 from forebay.optim.units import trees
@@ -198,6 +199,7 @@ def _attach(optimizer: Any, theirs: Any, options: UnitOptions, in_units: Any) ->
     if in_units is not None:
         alive: Any = Optimizer.alive
         alive.add(optimizer)
+        register("optimizer", optimizer)
     return units
 
 
