@@ -91,7 +91,7 @@ def _draw(what: str, total_bytes: int | None, done: Callable[[], int], delay_s: 
     # tqdm can delay a bar too, but importing it takes longer than most of the work.
     if ended.wait(delay_s) and delay_s:
         return
-    from tqdm.auto import tqdm
+    from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
     only_time = {"bar_format": "{desc} {elapsed}"} if total_bytes is None else {}
     with tqdm(

@@ -1,4 +1,4 @@
-"""This process's rank, without importing torch."""
+"""The rank of this process, without importing torch."""
 
 from __future__ import annotations
 

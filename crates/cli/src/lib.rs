@@ -9,6 +9,7 @@ mod output;
 mod plan;
 mod progress;
 mod tables;
+mod top;
 
 use std::ffi::OsString;
 
@@ -40,6 +41,7 @@ pub fn run<A: Into<OsString> + Clone>(arguments: impl IntoIterator<Item = A>, bu
         Command::Verify { path, output } => checkpoint::verify(&path, &output.json),
         Command::Convert { from, to, weights } => checkpoint::convert(&from, &to, weights),
         Command::Plan { plan: Plan::Step(args) } => plan::step(&args),
+        Command::Top(args) => top::top(&args),
         Command::Bench { bench: Bench::Step(args) } => run_bench_step(&args),
         Command::Bench { bench: Bench::CpuAdam(args) } => run_bench_cpu_adam(&args),
     };

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Self
 from forebay._checks import whole
 from forebay._rank import rank
 from forebay.errors import OptionError
+from forebay.monitor.figures import stats
 from forebay.monitor.sinks import open_sink
-from forebay.monitor.stats import stats
 
 if TYPE_CHECKING:
     from types import TracebackType

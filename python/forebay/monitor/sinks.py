@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from forebay.errors import OptionError
-from forebay.monitor.stats import scalars
+from forebay.monitor.figures import scalars
 
 if TYPE_CHECKING:
     from forebay.monitor.schema import Stats
@@ -117,7 +117,7 @@ def _writer(folder: Path) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise OptionError(
-            f"{folder} is a folder for TensorBoard, and the package tensorboard is not installed; install it, or give a "
-            "path that ends in .jsonl"
+            f"{folder} is a folder for TensorBoard, and the package tensorboard is not installed; install it, or give "
+            "a path that ends in .jsonl"
         ) from error
     return SummaryWriter(str(folder))

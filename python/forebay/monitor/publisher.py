@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from forebay._checks import is_number
 from forebay._log import logger
 from forebay.errors import OptionError, StorageError
-from forebay.monitor.stats import stats
+from forebay.monitor.figures import stats
 
 if TYPE_CHECKING:
     from forebay.monitor.schema import Stats
@@ -119,8 +119,8 @@ _changing = threading.Lock()
 def publish(enabled: bool = True, *, every_s: float = 1.0, folder: str | os.PathLike[str] | None = None) -> None:
     """Publish this process's figures on this machine, so that ``forebay top`` shows it; or stop.
 
-    A thread replaces one small file of this user's, in memory, every ``every_s`` seconds. No port is opened. The file is
-    removed when the process ends; ``forebay top`` ignores and removes what a killed process has left.
+    A thread replaces one small file of this user's, in memory, every ``every_s`` seconds. No port is opened. The file
+    is removed when the process ends; ``forebay top`` ignores and removes what a killed process has left.
 
     Parameters
     ----------
@@ -183,8 +183,8 @@ def _open_folder(folder: Path) -> int:
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         os.close(opened)
         raise StorageError(
-            f"{folder} is not this user's alone: owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}; remove it, "
-            "or give another folder"
+            f"{folder} is not this user's alone: owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}; remove "
+            "it, or give another folder"
         )
     return opened
 
