@@ -102,7 +102,9 @@ class Handle:
             The most seconds to wait; after that a ``TimeoutError`` is raised.
         """
         if not self._done.wait(timeout):
-            raise TimeoutError(f"the save has not ended after {timeout} s: {self.progress()}")
+            raise TimeoutError(
+                f"the save has not ended after {timeout} s: {self.progress()}; wait longer, or without a timeout"
+            )
         self._thread.join()
         self.raise_failure()
 

@@ -83,7 +83,7 @@ def verify(path: StrPath, *, progress: bool | None = None) -> int:
     if problems:
         listed = "; ".join(f"{file}: {reason}" for file, reason in problems[:3])
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise CheckpointError(f"{where}: damaged: {listed}{more}", problems)
+        raise CheckpointError(f"{where}: damaged: {listed}{more}; load an earlier checkpoint of the path", problems)
     return checked
 
 

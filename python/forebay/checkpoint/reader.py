@@ -167,7 +167,10 @@ class Reader(StorageReader):
         assert self._checkpoint is not None
         described = self._manifest["tensors"].get(name)
         if described is None:
-            raise CheckpointError(f"{self._checkpoint.folder()}: a value refers to a tensor that is missing: {name!r}")
+            raise CheckpointError(
+                f"{self._checkpoint.folder()}: a value refers to a tensor that is missing: {name!r}; load an earlier "
+                "checkpoint"
+            )
         found = torch.empty(described["shape"], dtype=dtype_of(described["dtype"], name), device=CPU)
         parts = []
         for chunk in described["chunks"]:

@@ -112,7 +112,8 @@ class Writer(StorageWriter):
         """Raise if the save has no collectives."""
         if kwargs.get("use_collectives") is False:
             raise OptionError(
-                "use_collectives=False is not supported: a checkpoint is complete when every rank's part is"
+                "use_collectives=False is not supported: a checkpoint is complete when every rank's part is; leave it "
+                "out"
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:

@@ -37,7 +37,7 @@ def optimizers() -> list[OptimizerFigures]:
             "name": _named(one, number),
             "device": str(one._compute),
             "placement": one._options.placement,
-            "parameters": sum(len(group["params"]) for group in list(one.param_groups)),
+            "parameters": sum(len(group["params"]) for group in list(vars(one).get("param_groups", ()))),
             "pinned_bytes": 0 if one._engine is None else one._engine.pinned_bytes(),
             "step_s": one._step_s,
             "overlapped": one._overlap is not None,

@@ -65,14 +65,14 @@ class Sleeper:
         prepare: bool = False,
     ) -> None:
         if gradients not in ("refuse", "keep", "drop"):
-            raise OptionError(f"gradients must be 'refuse', 'keep' or 'drop': {gradients!r}")
+            raise OptionError(f"invalid gradients: {gradients!r}; gradients must be 'refuse', 'keep' or 'drop'")
         budget = pinned_budget_bytes
         if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget <= 0):
-            raise OptionError(f"pinned_budget_bytes must be a positive number of bytes or None: {budget!r}")
+            raise OptionError(f"invalid pinned_budget_bytes: {budget!r}; it must be a positive number of bytes or None")
         self._models: dict[str, torch.nn.Module] = named(model, "model", torch.nn.Module)
         self._optimizers: dict[str, torch.optim.Optimizer] = named_optimizers(optimizer)
         if not self._models and not self._optimizers:
-            raise OptionError("nothing to put to sleep: give a model, an optimizer or both")
+            raise OptionError("nothing to put to sleep; give a model, an optimizer or both")
         self._gradients = gradients
         self._budget = budget
         # For each device; -1 is the CPU.
@@ -95,7 +95,7 @@ class Sleeper:
             self.prepare()
 
     def __getstate__(self) -> dict[str, Any]:
-        raise Error("a sleeper cannot be pickled or copied: it holds pinned memory")
+        raise Error("a sleeper cannot be pickled or copied: it holds pinned memory; make one for the copy")
 
     # Preparing.
 
@@ -136,7 +136,7 @@ class Sleeper:
                 self._protected.append(getattr(task, name))
                 return
         if not callable(task):
-            raise OptionError(f"protect takes a future, a thread or a function: {type(task).__name__}")
+            raise OptionError(f"invalid task: {type(task).__name__}; protect takes a future, a thread or a function")
         self._protected.append(task)
 
     # Sleeping.

@@ -153,5 +153,5 @@ def test_a_switch_draws_them_anywhere(tmp_path: Path) -> None:
         forebay.progress(None)
     assert "saving" in shown.getvalue()
     for wrong in ("yes", 2, []):
-        with pytest.raises(OptionError, match="invalid enabled: .*; use True, False or None"):
+        with pytest.raises(OptionError, match=r"invalid enabled: .*; use True, False or None"):
             forebay.progress(wrong)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ import torch
 import forebay
 from forebay import checkpoint
 from forebay.errors import OptionError
-from forebay.monitor import SCHEMA, schema, scalars
+from forebay.monitor import SCHEMA, scalars, schema
 from support import saves
 from support.optim import make, train
 from support.processes import in_child, python
@@ -32,7 +32,9 @@ def layers(count: int = 3, width: int = 64) -> torch.nn.Sequential:
 
 def moved(since: forebay.Stats, use: str) -> tuple[int, int]:
     now = forebay.stats()
-    return now["fetched_bytes"][use] - since["fetched_bytes"][use], now["stored_bytes"][use] - since["stored_bytes"][use]  # type: ignore[literal-required]
+    return now["fetched_bytes"][use] - since["fetched_bytes"][use], now["stored_bytes"][use] - since["stored_bytes"][
+        use
+    ]  # type: ignore[literal-required]
 
 
 def functions_of(thread: threading.Thread) -> list[str]:

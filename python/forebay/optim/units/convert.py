@@ -235,7 +235,9 @@ def offload_in_units(optimizer: torch.optim.Optimizer, given: Mapping[str, Any])
         follow_class(optimizer)
     except BaseException as error:
         if isinstance(error, TypeError) and type(optimizer) is theirs:
-            raise OptionError(f"the class of {theirs.__qualname__} cannot be extended: {error}") from error
+            raise OptionError(
+                f"the class of {theirs.__qualname__} cannot be extended: {error}; keep this optimizer as it is"
+            ) from error
         Optimizer.alive.discard(optimizer)  # type: ignore[arg-type]
         optimizer.__class__ = theirs
         vars(optimizer).clear()
