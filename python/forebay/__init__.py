@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import forebay._registry  # noqa: F401 -- the time of live figures begins now
 from forebay import errors, optim
 from forebay._core import open_through_torch, version
 from forebay._progress import progress

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import itertools
 import json
@@ -23,10 +24,14 @@ from support.optim import TINY, make, run, train
 from support.processes import environment
 from support.tensors import assert_same
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from torch.utils.tensorboard import SummaryWriter
+
+@pytest.fixture
+def board() -> Any:
+    """Import TensorBoard's reader of event files, and torch's writer. It is not on every machine with a GPU."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+        return reader, importlib.import_module("torch.utils.tensorboard")
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -87,7 +92,7 @@ def test_an_optimizer_in_a_wrapper_counts(tmp_path: Path) -> None:
     assert len(lines(tmp_path / "a.jsonl")) == 2
 
 
-def test_logging_changes_no_bit(tmp_path: Path) -> None:
+def test_logging_changes_no_bit(board: Any, tmp_path: Path) -> None:
     plain = run(device="cpu", steps=5, chunk_bytes=TINY, max_grad_norm=0.5)
     with forebay.log_stats(tmp_path / "a.jsonl"), forebay.log_stats(tmp_path / "board"):
         logged = run(device="cpu", steps=5, chunk_bytes=TINY, max_grad_norm=0.5)
@@ -96,24 +101,25 @@ def test_logging_changes_no_bit(tmp_path: Path) -> None:
     assert len(lines(tmp_path / "a.jsonl")) == 5
 
 
-def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
+def events(reader: Any, folder: Path) -> dict[str, list[tuple[int, float]]]:
     """Return what TensorBoard reads from a folder: for each name, steps and values."""
-    read = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    read = reader.EventAccumulator(str(folder), size_guidance={"scalars": 0})
     read.Reload()
     return {name: [(one.step, one.value) for one in read.Scalars(name)] for name in read.Tags()["scalars"]}
 
 
 @pytest.mark.parametrize("by_folder", [True, False], ids=["folder", "writer"])
-def test_tensorboard_reads_the_scalars(tmp_path: Path, by_folder: bool) -> None:
+def test_tensorboard_reads_the_scalars(board: Any, tmp_path: Path, by_folder: bool) -> None:
+    reader, writing = board
     optimizer, parameters = optimizer_of()
     train(optimizer, parameters, 1)
-    to = str(tmp_path) if by_folder else SummaryWriter(str(tmp_path))
+    to = str(tmp_path) if by_folder else writing.SummaryWriter(str(tmp_path))
     with forebay.log_stats(to, every=2, optimizer=optimizer), forebay.log_stats(tmp_path / "a.jsonl", every=2):
         train(optimizer, parameters, range(1, 5))
     if not by_folder:
         to.add_scalar("loss", 1.0, 3)  # type: ignore[attr-defined]
         to.close()  # type: ignore[attr-defined]
-    found = events(tmp_path)
+    found = events(reader, tmp_path)
     wanted = {f"forebay/{name}" for name in scalars(forebay.stats())}
     assert found.keys() == (wanted if by_folder else wanted | {"loss"})
     assert all([step for step, _ in found[name]] == [2, 4] for name in wanted)
@@ -179,7 +185,7 @@ def test_lines_survive_a_kill(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("all_ranks", [False, True])
 def test_other_ranks_write_nothing_or_a_file_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, all_ranks: bool
+    board: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, all_ranks: bool
 ) -> None:
     monkeypatch.setenv("RANK", "3")
     optimizer, parameters = optimizer_of()
