@@ -21,7 +21,7 @@ mkdir "$folder/tests" "$folder/wheels"
 export PYO3_PYTHON="$PWD/$python"
 "$python" -m maturin build --quiet --locked --release --interpreter "$python" --out "$folder/wheels"
 # What runs the Python tests, in the versions of requirements.txt; pure Python, so any interpreter takes it.
-tools=$(grep -E '^(execnet|iniconfig|packaging|pluggy|pygments|pytest|pytest-timeout|pytest-xdist)==' requirements.txt)
+tools=$(grep -E '^(execnet|iniconfig|packaging|pluggy|pygments|pytest|pytest-timeout|pytest-xdist|tqdm)==' requirements.txt)
 for peer in $tools ${PEERS:-}; do
     "$python" -m pip download --quiet --no-deps --dest "$folder/wheels" "$peer"
 done

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import forebay._registry  # noqa: F401 -- the time of live figures begins now
 from forebay import errors, optim
 from forebay._core import open_through_torch, version
+from forebay._progress import progress
 from forebay.errors import (
     AsleepError,
     CheckpointError,
@@ -25,6 +27,7 @@ from forebay.measure import backends, bench_step, probe
 if TYPE_CHECKING:
     from forebay import checkpoint
     from forebay.activations import ActivationOffload, offload_activations, save_on_host
+    from forebay.monitor import Stats, StatsLogger, log_stats, publish, stats
     from forebay.moving import move
     from forebay.optim import *  # noqa: F403
     from forebay.optim.offload import offload, restore
@@ -43,20 +46,26 @@ __all__ = [
     "OutOfMemoryError",
     "OverlappedStep",
     "Sleeper",
+    "Stats",
+    "StatsLogger",
     "StorageError",
     "__version__",
     "backends",
     "bench_step",
     "checkpoint",
     "errors",
+    "log_stats",
     "move",
     "offload",
     "offload_activations",
     "optim",
     "overlap_step",
     "probe",
+    "progress",
+    "publish",
     "restore",
     "save_on_host",
+    "stats",
     "trace",
     "version",
 ]
@@ -96,6 +105,10 @@ def __getattr__(name: str) -> Any:
         from forebay.tracing import trace
 
         return trace
+    if name in ("Stats", "StatsLogger", "log_stats", "publish", "stats"):
+        from forebay import monitor
+
+        return getattr(monitor, name)
     if name == "Sleeper":
         from forebay.sleep import Sleeper
 

@@ -102,10 +102,14 @@ class Driver:
         self.is_synchronous = not (self._found["streams"] and self._found["events"])
         missing = self.missing()
         if missing and strict:
-            raise DeviceError(f"{self.device} has no {' and no '.join(missing)}, and the option asks for them")
+            raise DeviceError(
+                f"{self.device} has no {' and no '.join(missing)}, and the option asks for them; use backend='torch', "
+                "which waits for each copy"
+            )
         if missing:
             text = (
-                f"{self.device} has no {' and no '.join(missing)}: forebay works there, but copies hide under nothing"
+                f"{self.device} has no {' and no '.join(missing)}: forebay works there, but copies hide under nothing; "
+                "python -m forebay.check shows what the device lacks"
             )
             warnings.warn(text, stacklevel=2)
 

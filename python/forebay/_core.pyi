@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["CHECKPOINT_BLOCK_BYTES", "ActivationPlan", "Activations", "CallKind", "CallTimes", "Checkpoint", "HostCopies", "HostView", "LayerCost", "LayerPlan", "LayerStats", "Looked", "MeasuredCall", "MeasuredPass", "Moved", "OffloadStats", "Opened", "Optimizer", "PassCost", "PassSample", "Route", "Rule", "Saved", "Saving", "Slabs", "Snapshot", "TensorCost", "_errors_for_test", "_gil_is_released_for_test", "_memory_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "check_contract", "check_host", "checkpoint_summary", "command", "export_weights", "host_memory", "kept_copy_bytes", "latest_checkpoint", "look", "look_with_gradients", "open_through_torch", "probe", "release_copies", "verify_checkpoint", "version", "write_checkpoint"]
+__all__ = ["CHECKPOINT_BLOCK_BYTES", "ActivationPlan", "Activations", "CallKind", "CallTimes", "Checkpoint", "HostCopies", "HostView", "LayerCost", "LayerPlan", "LayerStats", "Looked", "MeasuredCall", "MeasuredPass", "Moved", "OffloadStats", "Opened", "Optimizer", "PassCost", "PassSample", "Route", "Rule", "Saved", "Saving", "Slabs", "Snapshot", "TensorCost", "_errors_for_test", "_gil_is_released_for_test", "_memory_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "bytes_faulted_in", "check_contract", "check_host", "checkpoint_summary", "command", "count_copied", "count_save_wait", "export_weights", "forget_parent_totals", "host_memory", "kept_copy_bytes", "latest_checkpoint", "look", "look_with_gradients", "open_through_torch", "probe", "release_copies", "totals", "verify_checkpoint", "version", "write_checkpoint"]
 
 CHECKPOINT_BLOCK_BYTES: Final[int]
 """
@@ -100,6 +100,10 @@ class Activations:
     def open(self, /, save: SupportsIndex, stream: SupportsIndex) -> Opened:
         """
         A saved tensor is about to be used.
+        """
+    def pinned_bytes(self, /) -> int:
+        """
+        Bytes pinned now. Waits for nothing.
         """
     def ready(self, /, entry: SupportsIndex, stream: SupportsIndex) -> None:
         """
@@ -937,6 +941,11 @@ def bench_step(device: str | None, params: SupportsIndex, slots: SupportsIndex, 
     Run the streamed step over synthetic parameters; JSON text.
     """
 
+def bytes_faulted_in() -> int:
+    """
+    Bytes of host memory that were faulted in so far, to be pinned; other threads may ask.
+    """
+
 def check_contract(device: str) -> list[tuple[str, str | None]]:
     """
     What a device must do and does not: each check with its problem, or nothing.
@@ -958,9 +967,24 @@ def command(arguments: SupportsGetItem[int, str], built_by: str) -> int:
     to the process's own output, past `sys.stdout`.
     """
 
+def count_copied(fetched_bytes: SupportsIndex, stored_bytes: SupportsIndex) -> None:
+    """
+    Count bytes that Python copied for an optimizer: those that came from the host, and those that went there.
+    """
+
+def count_save_wait(seconds: SupportsFloat | SupportsIndex) -> None:
+    """
+    Count one wait of a step for a save that reads its tensors in place.
+    """
+
 def export_weights(path: str | PathLike[str], target: str | PathLike[str], moved: Moved) -> None:
     """
     Write a checkpoint's weights into one safetensors file, after comparing every checksum.
+    """
+
+def forget_parent_totals() -> None:
+    """
+    Start the totals from zero, in a forked child.
     """
 
 def host_memory() -> tuple[int, int]:
@@ -1005,6 +1029,12 @@ def probe(device: str | None = None) -> str:
 def release_copies() -> int:
     """
     Free the memory that is kept for the copies of the next snapshot, and return how many bytes that were.
+    """
+
+def totals() -> "dict[str, dict[str, int]]":
+    """
+    The counters of the process: `pinned_bytes`, `fetched_bytes` and `stored_bytes` by use, `waits` and `wait_ns` by
+    reason, and `ring_bytes` with one entry, `total`. Waits for nothing.
     """
 
 def verify_checkpoint(path: str | PathLike[str], moved: Moved) -> tuple[int, list[tuple[str, str]]]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forebay import _trace
+from forebay._core import count_save_wait
 from forebay._device import is_gpu, record_event, wait_event
 from forebay._tensors import address, is_dtensor, local
 from forebay._wrapped import bare
@@ -151,3 +152,4 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             live.written.wait()
         _waited[optimizer] = waited = time.perf_counter() - start
         live.stalls, live.stall_s = live.stalls + 1, live.stall_s + waited
+        count_save_wait(waited)

@@ -268,7 +268,10 @@ def check_gradient(parameter: torch.Tensor, gradient: torch.Tensor, name: str, t
     if gradient.device != parameter.device:
         raise OptionError(f"{name} is on {parameter.device} and its gradient on {gradient.device}; move one of them")
     if gradient.shape != parameter.shape:
-        raise OptionError(f"{name} has shape {tuple(parameter.shape)}, its gradient {tuple(gradient.shape)}")
+        raise OptionError(
+            f"{name} has shape {tuple(parameter.shape)}, its gradient {tuple(gradient.shape)}; give a gradient of the "
+            "parameter's shape"
+        )
     check_memory(parameter, name)
     check_memory(gradient, f"the gradient of {name}")
 

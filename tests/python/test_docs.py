@@ -20,6 +20,7 @@ import pytest
 import forebay
 from forebay import checkpoint
 from forebay.optim.units.options import UnitKeywords
+from support import messages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -214,9 +215,61 @@ def test_troubleshooting_has_the_words_of_the_messages() -> None:
     text = re.sub(r"\\\n\s*", "", text)
     others = {"one of the variables needed for gradient computation has been modified", "No space left on device"}
     page = (ROOT / "docs/troubleshooting.md").read_text().split("## It is slow")[0]
-    messages = re.findall(r"^\| `([^`]+)` \|", page, re.M)
-    assert len(messages) > 30
-    assert [message for message in messages if message not in text and message not in others] == []
+    known = re.findall(r"^\| `([^`]+)` \|", page, re.M)
+    others |= {f"forebay.{name}" for name in forebay.errors.__all__}
+    assert len(known) > 50
+    assert [words for words in known if words not in text and words not in others] == []
+
+
+def described() -> list[str]:
+    """Return the words that the page on troubleshooting knows messages by."""
+    return re.findall(r"^\| `([^`]+)`", (ROOT / "docs/troubleshooting.md").read_text(), re.M)
+
+
+FORWARDED = {"{}", "layer {} {}"}
+"""Warnings whose text is that of another call."""
+
+
+def test_troubleshooting_has_every_warning() -> None:
+    warned = [one for one in messages.of_python() if one.kind == "warning" and one.text not in FORWARDED]
+    assert len(warned) > 15
+    known = described()
+    assert [one for one in warned if not any(words in one.text for words in known)] == []
+
+
+def test_troubleshooting_has_every_error_class_and_every_error_of_the_core() -> None:
+    known = described()
+    assert [name for name in forebay.errors.__all__ if f"forebay.{name}" not in known] == []
+    # A checkpoint's error is a file and a reason, and has no words of its own.
+    core = [one for one in messages.of_rust() if one.text != "{}: {}"]
+    assert len(core) > 15
+    assert [one for one in core if not any(words in one.text for words in known)] == []
+
+
+THE_CALLERS_WORDS = re.compile(
+    r"(\{\}|module .*|Tensor lr must be 1-element|Invalid .*"  # as torch and Python say it
+    r"|.*got an unexpected keyword argument \{\}\{\}"  # ends with the name that is nearest
+    r"|(\{\} )?failed( on rank \{\})?: \{\})"  # ends with the error of another rank
+)
+
+
+def test_messages_name_a_remedy() -> None:
+    classes = {*forebay.errors.__all__, "warning", "Rust"}
+    found = [one for one in (*messages.of_python(), *messages.of_rust()) if one.kind in classes]
+    assert len(found) > 250
+    without = [one for one in found if "; " not in one.text and not THE_CALLERS_WORDS.fullmatch(one.text)]
+    known = {
+        # The engine adds the remedy.
+        "device {} is not available: {}",
+        "device {} is not available: there are {} of type {}",
+        # What is open has it.
+        "forebay has no update rule for {}, so {}={} does not apply: {}",
+        "{}: {}",
+        "layer {} {}",
+        # It is the remedy.
+        "give {}: it names the rule",
+    }
+    assert [one for one in without if one.text not in known] == []
 
 
 def test_the_reference_has_every_public_name() -> None:

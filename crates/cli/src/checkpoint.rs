@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 
 use crate::output::{Json, check_writable, emit};
 use crate::progress::watch;
-use crate::tables::{count, size};
+use crate::tables::{columns, count, size};
 use crate::{FAILURE, Failure, SUCCESS, report};
 
 pub(crate) fn inspect(path: &Path, json: &Json) -> Result<u8, Failure> {
@@ -84,23 +84,11 @@ pub(crate) fn convert(from: &Path, to: &Path, weights: bool) -> Result<u8, Failu
 
 fn table(summary: &Summary) -> String {
     let shape = |shape: &[u64]| format!("[{}]", shape.iter().map(u64::to_string).collect::<Vec<_>>().join(", "));
-    let rows: Vec<[String; 5]> = summary
-        .tensors
-        .iter()
-        .map(|tensor| {
-            let [shards, bytes] = [tensor.shards.to_string(), size(tensor.bytes)];
-            [tensor.name.clone(), tensor.dtype.clone(), shape(&tensor.shape), shards, bytes]
-        })
-        .collect();
-    let titles = ["tensor", "type", "shape", "shards", "size"].map(str::to_owned);
-    let mut widths = [0; 5];
-    for row in rows.iter().chain([&titles]) {
-        widths.iter_mut().zip(row).for_each(|(width, cell)| *width = cell.chars().count().max(*width));
-    }
-    let line = |row: &[String; 5]| {
-        let cells: Vec<String> = row.iter().zip(widths).map(|(cell, width)| format!("{cell:width$}")).collect();
-        format!("{}\n", cells.join("  ").trim_end())
-    };
+    let mut rows = vec![["tensor", "type", "shape", "shards", "size"].map(str::to_owned)];
+    rows.extend(summary.tensors.iter().map(|tensor| {
+        let [shards, bytes] = [tensor.shards.to_string(), size(tensor.bytes)];
+        [tensor.name.clone(), tensor.dtype.clone(), shape(&tensor.shape), shards, bytes]
+    }));
     let mut text = format!(
         "{}\n{} in {}, {} of tensors{}\n\n{}",
         summary.path,
@@ -108,9 +96,8 @@ fn table(summary: &Summary) -> String {
         count(summary.files, "file"),
         size(summary.tensor_bytes),
         summary.step.map_or(String::new(), |step| format!(", step {step}")),
-        line(&titles)
+        columns(&rows)
     );
-    rows.iter().for_each(|row| text += &line(row));
     if !(summary.groups.is_empty() && summary.objects.is_empty()) {
         text += "\n";
     }

@@ -9,6 +9,7 @@ mod output;
 mod plan;
 mod progress;
 mod tables;
+mod top;
 mod trace;
 
 use std::ffi::OsString;
@@ -42,6 +43,7 @@ pub fn run<A: Into<OsString> + Clone>(arguments: impl IntoIterator<Item = A>, bu
         Command::Convert { from, to, weights } => checkpoint::convert(&from, &to, weights),
         Command::Plan { plan: Plan::Step(args) } => plan::step(&args),
         Command::Trace { trace: Trace::Merge { traces, output } } => trace::merge(&traces, &output),
+        Command::Top(args) => top::top(&args),
         Command::Bench { bench: Bench::Step(args) } => run_bench_step(&args),
         Command::Bench { bench: Bench::CpuAdam(args) } => run_bench_cpu_adam(&args),
     };

@@ -60,6 +60,8 @@ pub(crate) enum Command {
         #[command(subcommand)]
         trace: Trace,
     },
+    /// Show the processes of this machine that use forebay; only those that call forebay.publish()
+    Top(TopArgs),
     /// Measure what forebay does on this machine
     Bench {
         #[command(subcommand)]
@@ -177,6 +179,21 @@ pub(crate) struct StepArgs {
 }
 
 #[derive(Debug, Args)]
+pub(crate) struct TopArgs {
+    /// Print once and end, as where standard output is no terminal
+    #[arg(long)]
+    pub(crate) once: bool,
+    /// Seconds between two pictures
+    #[arg(long, value_name = "SECONDS", default_value_t = 1.0, value_parser = period)]
+    pub(crate) every: f64,
+    /// The folder that was given to forebay.publish [default: its default]
+    #[arg(long, value_name = "PATH")]
+    pub(crate) folder: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
+}
+
+#[derive(Debug, Args)]
 pub(crate) struct CpuAdamArgs {
     /// Parameters of one update: 500000000, 500e6 or 500M [default: what memory easily holds, at most 500M]
     #[arg(long, value_parser = count)]
@@ -210,6 +227,12 @@ fn positive(text: &str) -> Result<f64, String> {
         .ok()
         .filter(|rate| rate.is_finite() && *rate > 0.0)
         .ok_or_else(|| "not a positive number".to_owned())
+}
+
+/// Seconds between two pictures.
+fn period(text: &str) -> Result<f64, String> {
+    let seconds = text.parse::<f64>().ok().filter(|seconds| (0.1..=3600.0).contains(seconds));
+    seconds.ok_or_else(|| "not a number of seconds from 0.1 to 3600".to_owned())
 }
 
 /// A whole number, also as 40e6 or 40M.

@@ -99,13 +99,27 @@ pub(crate) fn fail(failure: &Failure) -> u8 {
             Error::InvalidOption { option, value, remedy }
             | Error::Device(device::Error::InvalidOption { option, value, remedy }),
         ) => (format!("invalid {}: {value}", flag(option)), remedy.clone(), WRONG_OPTIONS),
-        Failure::Engine(error) => (error.to_string(), hint(error).to_owned(), FAILURE),
+        Failure::Engine(error) => {
+            let (text, remedy) = split(error);
+            let own = hint(error);
+            (text, if own.is_empty() { remedy } else { own.to_owned() }, FAILURE)
+        }
     };
     complain(&format!("error: {text}\n"));
     if !hint.is_empty() {
         complain(&format!("hint: {hint}\n"));
     }
     code
+}
+
+/// An error and its remedy. Messages of the library name the remedy after their last semicolon; the reason why a
+/// checkpoint cannot be used may have other semicolons.
+fn split(error: &Error) -> (String, String) {
+    let text = error.to_string();
+    match text.rsplit_once("; ") {
+        Some((text, remedy)) if !matches!(error, Error::Checkpoint { .. }) => (text.to_owned(), remedy.to_owned()),
+        _ => (text, String::new()),
+    }
 }
 
 /// The library's name of an option as a flag: `--chunk-bytes` for `chunk_bytes`.
@@ -119,8 +133,9 @@ fn hint(error: &Error) -> &'static str {
         Error::Checkpoint { .. } => {
             return "name the folder of a complete checkpoint; `forebay verify` lists what is damaged";
         }
-        Error::File { .. } => return "check that the path exists, that you may use it, and that the disk has room",
-        Error::InvalidOption { .. } | Error::PlanMismatch { .. } | Error::Distrusted { .. } => return "",
+        Error::File { .. } | Error::InvalidOption { .. } | Error::PlanMismatch { .. } | Error::Distrusted { .. } => {
+            return "";
+        }
     };
     match error {
         device::Error::DeviceAbsent { .. } => "use --device cpu, or run on a machine with an NVIDIA GPU and its driver",
@@ -129,9 +144,6 @@ fn hint(error: &Error) -> &'static str {
         }
         device::Error::OutOfPinnedBudget { .. } | device::Error::SlabLargerThanMemory { .. } => {
             "use a smaller --model or --params: the state of AdamW and Adam takes 8 bytes of host memory per parameter"
-        }
-        device::Error::KernelsRefused { .. } => {
-            "this GPU or driver cannot run the kernels; forebay needs compute 8.0 or newer"
         }
         _ => "",
     }

@@ -58,6 +58,19 @@ pub(crate) fn rows(text: &mut String, rows: &[(&str, String)]) {
     }
 }
 
+/// Columns as wide as their longest cell; the first row has the titles.
+pub(crate) fn columns<const N: usize>(rows: &[[String; N]]) -> String {
+    let mut widths = [0; N];
+    for row in rows {
+        widths.iter_mut().zip(row).for_each(|(width, cell)| *width = cell.chars().count().max(*width));
+    }
+    let line = |row: &[String; N]| {
+        let cells: Vec<String> = row.iter().zip(widths).map(|(cell, width)| format!("{cell:width$}")).collect();
+        format!("{}\n", cells.join("  ").trim_end())
+    };
+    rows.iter().map(line).collect()
+}
+
 pub(crate) fn probe(probe: &Probe) -> String {
     let mut text = format!("{} ({}), forebay {}\n\n", probe.device, probe.model, probe.version);
     let _ = writeln!(text, "copies, GB/s     |        pinned memory        |  pageable memory");

@@ -11,7 +11,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// The requested backend or device is not on this machine.
-    #[error("device {device} is not available: {reason}")]
+    #[error("device {device} is not available: {reason}; use another device, or the CPU")]
     DeviceAbsent {
         /// The name of the requested device, `cuda:0` for example.
         device: String,
@@ -30,7 +30,7 @@ pub enum Error {
         needed: i32,
     },
     /// The driver refused the kernels shipped in this binary.
-    #[error("the driver refused the kernels for {device}: {log}")]
+    #[error("the driver refused the kernels for {device}: {log}; use a GPU of compute capability 8.0 or newer")]
     KernelsRefused {
         /// The device that refused them.
         device: String,
@@ -39,7 +39,8 @@ pub enum Error {
     },
     /// An allocation does not fit into the device's memory.
     #[error(
-        "out of device memory on {device}: {requested_bytes} bytes requested, {available_bytes} available of {capacity_bytes}"
+        "out of device memory on {device}: {requested_bytes} bytes requested, {available_bytes} available of {capacity_bytes}; \
+         free memory there, or use fewer or smaller slots"
     )]
     OutOfDeviceMemory {
         /// The device that is full.
@@ -66,7 +67,8 @@ pub enum Error {
     },
     /// A slab is larger than what this machine's memory can hold now.
     #[error(
-        "a slab of {requested_bytes} bytes does not fit into host memory: {available_bytes} available of {memory_bytes}"
+        "a slab of {requested_bytes} bytes does not fit into host memory: {available_bytes} available of {memory_bytes}; \
+         free memory, or raise the limit of the container"
     )]
     SlabLargerThanMemory {
         /// Bytes asked for.
@@ -77,13 +79,15 @@ pub enum Error {
         memory_bytes: u64,
     },
     /// A request for nothing, which is always a mistake of the caller.
-    #[error("{what} must not be empty: 0 bytes")]
+    #[error("{what} must not be empty: 0 bytes; report this as a defect")]
     ZeroSize {
         /// What was requested.
         what: &'static str,
     },
     /// A range that leaves its memory.
-    #[error("{what} out of range: {len_bytes} bytes at offset {offset_bytes} of {size_bytes}")]
+    #[error(
+        "{what} out of range: {len_bytes} bytes at offset {offset_bytes} of {size_bytes}; check the tensors that were given, or report this as a defect"
+    )]
     OutOfRange {
         /// What was being addressed.
         what: &'static str,
@@ -95,7 +99,9 @@ pub enum Error {
         size_bytes: u64,
     },
     /// Operands that do not fit together: sizes, alignment, place or owner.
-    #[error("{operation} cannot take these operands: {reason}")]
+    #[error(
+        "{operation} cannot take these operands: {reason}; check the tensors that were given, or report this as a defect"
+    )]
     BadOperands {
         /// The call.
         operation: &'static str,
@@ -113,7 +119,7 @@ pub enum Error {
         remedy: String,
     },
     /// Work on a stream failed after it had been accepted; the stream takes no more work.
-    #[error("stream {stream} failed: {reason}")]
+    #[error("stream {stream} failed: {reason}; load a checkpoint in a new process")]
     StreamFailed {
         /// The stream's name.
         stream: String,
@@ -121,13 +127,13 @@ pub enum Error {
         reason: String,
     },
     /// Two accesses to the same bytes are not ordered by any event, or a wait names work that was never submitted.
-    #[error("unordered access: {detail}")]
+    #[error("unordered access: {detail}; report this as a defect")]
     Unordered {
         /// Both accesses, with streams and ranges.
         detail: String,
     },
     /// A driver call returned an error of its own.
-    #[error("{call} failed with {name} ({code}): {text}")]
+    #[error("{call} failed with {name} ({code}): {text}; load a checkpoint in a new process")]
     Driver {
         /// The driver function.
         call: &'static str,
@@ -139,7 +145,7 @@ pub enum Error {
         text: String,
     },
     /// A system call failed.
-    #[error("{call} of {bytes} bytes failed: {text}")]
+    #[error("{call} of {bytes} bytes failed: {text}; check the limits of this process, such as `ulimit -l`")]
     Os {
         /// The system call.
         call: &'static str,

@@ -62,7 +62,7 @@ pub use error::{Error, Result};
 pub use host::{HostOptions, HostThreads, HostUpdate, HostWork, host_cores, host_kernels};
 pub use kernel::{Dtype, Kernel};
 pub use memory::{ALIGN_BYTES, Buffer, DeviceId, PIECE_BYTES, Place, Region, Slab, SlabLayout};
-pub use pinned::{HostMemory, PinStats};
+pub use pinned::{HostMemory, PinStats, faulted_bytes};
 pub use registry::PerProcess;
 pub use stream::{Event, Stream};
 #[cfg(feature = "testing")]

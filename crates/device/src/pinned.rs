@@ -9,6 +9,7 @@
 //! them down on others. The first [`PROBE_BYTES`] of a large slab are faulted in with them, the next without, and the
 //! faster way is used for the rest. The probe faults memory that is needed anyway, so it costs almost nothing.
 
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::time::Instant;
 
 use crate::error::{Error, Result};
@@ -16,6 +17,15 @@ use crate::thread::Cores;
 
 const HUGE_PAGE_BYTES: u64 = 2 << 20;
 const PROBE_BYTES: u64 = 256 << 20;
+/// Threads that fault memory in count it in pieces of this size.
+const COUNTED_BYTES: usize = 16 << 20;
+
+static FAULTED: AtomicU64 = AtomicU64::new(0);
+
+/// Bytes of host memory that this process has faulted in so far, for who shows how far that is.
+pub fn faulted_bytes() -> u64 {
+    FAULTED.load(Relaxed)
+}
 
 /// What it cost to make a slab.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -132,10 +142,17 @@ impl HostMapping {
                 }
                 // Pages that no thread touches here are faulted in where they are used, only more slowly.
                 let _ = cores.spawn_scoped(scope, "forebay-fault", move || {
-                    for addr in portions.flat_map(|range| (first + range.start..first + range.end).step_by(page)) {
-                        // SAFETY: `addr` lies in this mapping, which outlives the scope; nobody else knows the address
-                        // yet, and a fresh page holds zeros, so writing a zero changes nothing.
-                        unsafe { (addr as *mut u8).write_volatile(0) };
+                    let piece =
+                        |range: &std::ops::Range<usize>, begin: usize| begin..range.end.min(begin + COUNTED_BYTES);
+                    for range in portions {
+                        for range in range.clone().step_by(COUNTED_BYTES).map(|begin| piece(&range, begin)) {
+                            for addr in (first + range.start..first + range.end).step_by(page) {
+                                // SAFETY: `addr` lies in this mapping, which outlives the scope; nobody else knows the
+                                // address yet, and a fresh page holds zeros, so writing a zero changes nothing.
+                                unsafe { (addr as *mut u8).write_volatile(0) };
+                            }
+                            FAULTED.fetch_add(range.len() as u64, Relaxed);
+                        }
                     }
                 });
             }

@@ -30,7 +30,9 @@ pub enum Error {
         reason: String,
     },
     /// The system refused a file or a folder.
-    #[error("cannot {action} {path}: {text}")]
+    #[error(
+        "cannot {action} {path}: {text}; check that the path exists, that you may use it, and that the disk has room"
+    )]
     File {
         /// The operation that failed.
         action: &'static str,
@@ -48,7 +50,7 @@ pub enum Error {
         reason: String,
     },
     /// Tensors that are not the ones that were planned for.
-    #[error("{tensor} does not fit the plan: {reason}")]
+    #[error("{tensor} does not fit the plan: {reason}; make a new optimizer after changing its parameters")]
     PlanMismatch {
         /// The tensor's name.
         tensor: String,

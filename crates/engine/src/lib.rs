@@ -11,6 +11,7 @@
 //! - [`sleep`] puts whole storages into slabs and brings them back.
 //! - [`activations`] moves saved tensors out during the forward pass and back during the backward pass.
 //! - [`trace`] holds timed spans of the stages.
+//! - [`totals`] counts what the whole process has pinned, moved and waited for.
 //!
 //! # Refusals
 //! No `unsafe`: it lives in `forebay-device`. No Python and no terminal: those are crates of their own. No collectives:
@@ -27,6 +28,7 @@ pub mod plan;
 pub mod sleep;
 pub mod snapshot;
 mod sync;
+pub mod totals;
 pub mod trace;
 
 pub use error::{Error, Result};

@@ -107,7 +107,7 @@ fn a_resident_step_with_operands_that_do_not_fit_is_refused_and_changes_nothing(
         assert!(matches!(error, device::Error::BadOperands { .. }) && error.to_string().contains(needle), "{error}");
     }
     let missing = step(&|columns| drop(columns[1].pop())).to_string();
-    assert_eq!(missing, "tensor.1 does not fit the plan: 2 columns of state where 3 are kept");
+    assert!(missing.starts_with("tensor.1 does not fit the plan: 2 columns of state where 3 are kept; "), "{missing}");
     rig.synchronize();
     assert!(rig.outcome() == before && rig.optimizer.distrusted().is_none());
     rig.step(1).unwrap();
@@ -136,7 +136,8 @@ fn another_number_of_tables_is_refused(on: &Subject) {
         for tables in [Vec::new(), [table.clone(), vec![TableInput::default()]].concat()] {
             let count = tables.len();
             let refusal = rig.optimizer.step(tables, &groups, Some(&rig.compute), rig.flags(0)).unwrap_err();
-            assert_eq!(refusal.to_string(), format!("a step of {count} tables does not fit the plan: 1 were added"));
+            let wanted = format!("a step of {count} tables does not fit the plan: 1 were added; ");
+            assert!(refusal.to_string().starts_with(&wanted), "{refusal}");
         }
         assert!(rig.outcome() == before && rig.optimizer.distrusted().is_none());
         rig.steps(1);

@@ -24,6 +24,7 @@ mod sleep;
 mod testing;
 #[expect(unsafe_code, reason = "torch's memory and streams come as numbers")]
 mod torch;
+mod totals;
 mod trace;
 
 /// The compiled part of forebay.
@@ -59,6 +60,8 @@ mod _core {
     use crate::testing::{_errors_for_test, _gil_is_released_for_test, _memory_for_test, _panic_for_test};
     #[pymodule_export]
     use crate::torch::HostView;
+    #[pymodule_export]
+    use crate::totals::{bytes_faulted_in, count_copied, count_save_wait, forget_parent_totals, totals};
     #[pymodule_export]
     use crate::trace::{Trace, TracedWork};
 

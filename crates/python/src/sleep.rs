@@ -3,8 +3,9 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use forebay::device::open;
-use forebay::memory::Allocator;
+use forebay::memory::{Allocator, PinnedBudget};
 use forebay::sleep::{Direction, Sleeper, Transfer};
+use forebay::totals::Use;
 use forebay::{Error, Result};
 use pyo3::prelude::*;
 
@@ -41,7 +42,7 @@ impl Slabs {
     #[pyo3(signature = (device, readable=false))]
     fn new(py: Python<'_>, device: &str, readable: bool) -> PyResult<Self> {
         guard::run(py, || {
-            let allocator = Allocator::new(open(device)?);
+            let allocator = Allocator::serving(Use::Sleep, open(device)?, PinnedBudget::default());
             let sleeper = if readable { Sleeper::readable(allocator) } else { Sleeper::new(allocator) };
             Ok(Self { transfer: Unlocked::new(Mutex::default()), sleeper: Unlocked::new(sleeper) })
         })

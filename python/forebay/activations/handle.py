@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import warnings
-import weakref
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from forebay import _checks, _device, _trace
+from forebay._registry import register
 from forebay.activations import saved as _saved
 from forebay.activations.budget.controller import Budget
 from forebay.activations.budget.layer import PlannedLayer
@@ -23,7 +22,7 @@ from forebay.activations.switch import Switch
 from forebay.errors import OptionError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
     from types import TracebackType
 
 __all__ = ["ActivationOffload", "offload_activations", "save_on_host"]
@@ -58,10 +57,6 @@ def _budget(value: Any) -> tuple[int | None, float | None]:
 class ActivationOffload:
     """What :func:`offload_activations` returns: it shows figures and plans, and removes the offload."""
 
-    alive: ClassVar[weakref.WeakSet[ActivationOffload]] = weakref.WeakSet()
-    """Every offload of this process, until it is removed and forgotten."""
-    _numbers: ClassVar[Iterator[int]] = itertools.count()
-
     def __init__(
         self,
         saver: Saver,
@@ -71,14 +66,13 @@ class ActivationOffload:
         idle: str | None = None,
     ) -> None:
         # What a trace says about it; set by who makes it.
-        self.number = next(self._numbers)
         self.model_name, self.settings = "model", dict[str, Any]()
         self._layer_names: dict[int, str] = {}
         self._is_removed = False
-        ActivationOffload.alive.add(self)
         self._saver, self._layers, self._undo, self._budget = saver, layers, undo, budget
         # Why nothing is offloaded or recomputed; None if something is.
         self._idle = idle
+        self.number = register("activations", self)
 
     def stats(self) -> dict[str, float]:
         """Return sums since the beginning.

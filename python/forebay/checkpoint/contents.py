@@ -59,7 +59,10 @@ def contents_of(
     """
     if model is None:
         if optimizers:
-            raise OptionError("an optimizer needs its model: state is saved under the names of the model's parameters")
+            raise OptionError(
+                "an optimizer needs its model: state is saved under the names of the model's parameters; give the "
+                "model too"
+            )
         return {}
     check_belongs(model, optimizers)
     contents: dict[str, Any] = {"model": get_model_state_dict(model)}
@@ -133,10 +136,14 @@ def compare(
         stored = found.get(name)
         if isinstance(stored, TensorStorageMetadata) and isinstance(value, torch.Tensor) and stored.size != value.shape:
             raise CheckpointError(
-                f"{path}: {name} has shape {tuple(stored.size)} in the checkpoint and {tuple(value.shape)} here"
+                f"{path}: {name} has shape {tuple(stored.size)} in the checkpoint and {tuple(value.shape)} here; make "
+                "the model as it was when it was saved"
             )
         if stored is not None and isinstance(stored, TensorStorageMetadata) != isinstance(value, torch.Tensor):
-            raise CheckpointError(f"{path}: {name} is a tensor in only one of checkpoint and model")
+            raise CheckpointError(
+                f"{path}: {name} is a tensor in only one of checkpoint and model; make the model as it was when it was "
+                "saved"
+            )
     missing = [name for name in wanted if name not in found]
     if strict:
         both = [

@@ -44,7 +44,9 @@ def dtype_name(dtype: torch.dtype, tensor: str) -> str:
 def dtype_of(name: str, tensor: str) -> torch.dtype:
     """Return the type of a tensor from its name in a file."""
     if name not in _TYPES:
-        raise CheckpointError(f"tensor {tensor!r} is of type {name}, which torch {torch.__version__} does not have")
+        raise CheckpointError(
+            f"tensor {tensor!r} is of type {name}, which torch {torch.__version__} does not have; update torch"
+        )
     return _TYPES[name]
 
 

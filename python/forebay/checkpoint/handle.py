@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from forebay import _trace
 from forebay._log import logger
+from forebay._registry import register
 from forebay.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class Handle:
         # Not a daemon: at exit Python waits until the save is complete.
         self._thread = threading.Thread(target=run, name="forebay-save")
         self._thread.start()
+        register("save", self)
 
     def done(self) -> bool:
         """Whether the save has ended, with success or without."""
@@ -106,7 +108,9 @@ class Handle:
         with _trace.waiting("save", "wait for the end of a save"):
             is_done = self._done.wait(timeout)
         if not is_done:
-            raise TimeoutError(f"the save has not ended after {timeout} s: {self.progress()}")
+            raise TimeoutError(
+                f"the save has not ended after {timeout} s: {self.progress()}; wait longer, or without a timeout"
+            )
         self._thread.join()
         self.raise_failure()
 

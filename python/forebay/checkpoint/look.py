@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay import _core
+from forebay._progress import bar
 from forebay.checkpoint.arguments import check_path
 from forebay.checkpoint.files import absolute
-from forebay.checkpoint.progress import bar
 from forebay.errors import CheckpointError, StorageError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def verify(path: StrPath, *, progress: bool | None = None) -> int:
     path
         The path that was given to ``save``, or one numbered subfolder of it.
     progress
-        Whether to draw a progress bar; by default on a terminal.
+        Whether to draw a progress bar; by default as ``forebay.progress`` has set.
     """
     check_path(path)
     where = absolute(path)
@@ -83,7 +83,7 @@ def verify(path: StrPath, *, progress: bool | None = None) -> int:
     if problems:
         listed = "; ".join(f"{file}: {reason}" for file, reason in problems[:3])
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise CheckpointError(f"{where}: damaged: {listed}{more}", problems)
+        raise CheckpointError(f"{where}: damaged: {listed}{more}; load an earlier checkpoint of the path", problems)
     return checked
 
 
@@ -101,7 +101,7 @@ def export_weights(path: StrPath, target: StrPath, *, progress: bool | None = No
     target
         The file to write; or a folder, in which ``model.safetensors`` is written.
     progress
-        Whether to draw a progress bar; by default on a terminal.
+        Whether to draw a progress bar; by default as ``forebay.progress`` has set.
     """
     check_path(path)
     check_path(target)

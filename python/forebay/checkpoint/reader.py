@@ -25,10 +25,10 @@ from torch.futures import Future
 from forebay import _core
 from forebay._checks import whole
 from forebay._device import CPU, is_cpu
+from forebay._progress import bar
 from forebay._tensors import address, local, storage_address
 from forebay.checkpoint.files import StrPath, absolute, dtype_of, is_path
 from forebay.checkpoint.interrupts import allowed
-from forebay.checkpoint.progress import bar
 from forebay.checkpoint.snapshot import wait_before_load
 from forebay.checkpoint.values import decode
 from forebay.errors import CheckpointError, Error
@@ -56,7 +56,7 @@ class Reader(StorageReader):
     threads
         Number of blocks read at once; by default one for each core, at most 8.
     progress
-        Whether to draw a progress bar; by default on a terminal.
+        Whether to draw a progress bar; by default as ``forebay.progress`` has set.
     """
 
     def __init__(self, path: StrPath, *, threads: int | None = None, progress: bool | None = None) -> None:
@@ -167,7 +167,10 @@ class Reader(StorageReader):
         assert self._checkpoint is not None
         described = self._manifest["tensors"].get(name)
         if described is None:
-            raise CheckpointError(f"{self._checkpoint.folder()}: a value refers to a tensor that is missing: {name!r}")
+            raise CheckpointError(
+                f"{self._checkpoint.folder()}: a value refers to a tensor that is missing: {name!r}; load an earlier "
+                "checkpoint"
+            )
         found = torch.empty(described["shape"], dtype=dtype_of(described["dtype"], name), device=CPU)
         parts = []
         for chunk in described["chunks"]:

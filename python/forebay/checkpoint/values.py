@@ -26,6 +26,7 @@ TAG = "$"
 
 _DICTS: dict[type, str] = {dict: "dict", collections.OrderedDict: "ordered", collections.Counter: "counter"}
 _KINDS = {kind: made for made, kind in _DICTS.items()}
+_UPDATE = "update forebay, or load an earlier checkpoint"
 
 
 class Encoded:
@@ -182,5 +183,5 @@ def decode(value: Any, tensor: Callable[[str], torch.Tensor] | None = None) -> A
     except CheckpointError:
         raise
     except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
-        raise CheckpointError(f"a value of type {kind!r} cannot be read: {error}") from error
-    raise CheckpointError(f"a value of type {kind!r} cannot be read")
+        raise CheckpointError(f"a value of type {kind!r} cannot be read: {error}; {_UPDATE}") from error
+    raise CheckpointError(f"a value of type {kind!r} cannot be read; {_UPDATE}")

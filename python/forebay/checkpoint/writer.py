@@ -15,10 +15,10 @@ from torch.futures import Future
 from forebay import _core
 from forebay._checks import whole
 from forebay._device import engine_name, is_cpu, is_gpu, stream_handle
+from forebay._progress import bar
 from forebay._tensors import address, local
 from forebay.checkpoint.files import StrPath, absolute, dtype_name, is_path
 from forebay.checkpoint.interrupts import allowed
-from forebay.checkpoint.progress import bar
 from forebay.checkpoint.ranks import plain_errors, ranks_of
 from forebay.checkpoint.values import encode
 from forebay.errors import CheckpointError, Error, OptionError
@@ -66,7 +66,7 @@ class Writer(StorageWriter):
     threads
         Number of files that each rank writes at once; by default one for each core, at most 8.
     progress
-        Whether to draw a progress bar; by default on a terminal.
+        Whether to draw a progress bar; by default as ``forebay.progress`` has set.
     """
 
     def __init__(
@@ -114,7 +114,8 @@ class Writer(StorageWriter):
         """Raise if the save has no collectives."""
         if kwargs.get("use_collectives") is False:
             raise OptionError(
-                "use_collectives=False is not supported: a checkpoint is complete when every rank's part is"
+                "use_collectives=False is not supported: a checkpoint is complete when every rank's part is; leave it "
+                "out"
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:

@@ -49,7 +49,9 @@ def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
     """
     kind = getattr(accelerator.distributed_type, "value", accelerator.distributed_type)
     if kind in OTHER_ENGINES:
-        raise OptionError(f"forebay does not work with an engine that replaces the optimizer: {kind}")
+        raise OptionError(
+            f"forebay does not work with an engine that replaces the optimizer: {kind}; use FSDP2, DDP or one process"
+        )
     given: list[Any] = list(objects)
     for number, one in enumerate(given):
         if isinstance(one, torch.optim.Optimizer):

@@ -166,7 +166,10 @@ class ForebayCallback(transformers.TrainerCallback):  # type: ignore[misc]
         """
         folder = newest(trainer.args.output_dir) if checkpoint is None else Path(checkpoint)
         if complete(folder) is None:
-            raise CheckpointError(f"the folder {FOLDER!r} of this checkpoint is absent or not complete: {folder}")
+            raise CheckpointError(
+                f"the folder {FOLDER!r} of this checkpoint is absent or not complete: {folder}; resume from an earlier "
+                "checkpoint"
+            )
         self._resumed = folder
         try:
             return trainer.train(resume_from_checkpoint=str(folder), **options)

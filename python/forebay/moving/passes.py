@@ -93,7 +93,9 @@ class Pass:
             raise OptionError(f"cannot move {name}: it is part of an autograd graph; detach() it first")
         for part in dense(tensor):
             if not is_supported(part.device):
-                raise OptionError(f"cannot move {name}: it is on {part.device}, and has no data that forebay can read")
+                raise OptionError(
+                    f"cannot move {name}: it is on {part.device}, and has no data that forebay can read; leave it out"
+                )
 
     def _take_storage(self, part: torch.Tensor, slot: Slot) -> None:
         storage = part.untyped_storage()

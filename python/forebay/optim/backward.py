@@ -116,7 +116,7 @@ def last_backward(optimizer: Optimizer) -> Iterator[None]:
             f"last_backward reads grad, and grad_source is {options.grad_source!r}; call backward without it"
         )
     if landed.active:
-        raise OptionError("last_backward cannot be nested")
+        raise OptionError("last_backward cannot be nested; put one around the last backward of a step")
     # All memory is pinned here: in a hook of autograd or FSDP pinning could deadlock with a collective.
     optimizer.prepare()
     engine, compute = optimizer._open()

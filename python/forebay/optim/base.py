@@ -22,6 +22,7 @@ from forebay import _core, _trace
 from forebay._checks import positive
 from forebay._device import CPU, check_not_captured, device_of, engine_name, is_gpu, stream_handle
 from forebay._live import wait_for_live, waited_s
+from forebay._registry import register
 from forebay._tensors import (
     address,
     bump_versions,
@@ -38,7 +39,7 @@ from forebay.optim.clip import Clip
 from forebay.optim.create import create
 from forebay.optim.gather import Flat, Found, Table
 from forebay.optim.load import load
-from forebay.optim.options import Keywords, Options, check_options
+from forebay.optim.options import NO_NORM, Keywords, Options, check_options
 from forebay.optim.signature import describe
 from forebay.optim.state import MASTER, STEP, ParameterState, State
 
@@ -209,6 +210,8 @@ class Optimizer(torch.optim.Optimizer):
         self._restores: type[torch.optim.Optimizer] | None = None
         # What torch's optimizers do not have.
         self._own_attributes = {*vars(self), "_own_attributes"} - others
+        # Other threads read what was set above from here on.
+        register("optimizer", self)
 
     # The methods of torch's optimizers.
 
@@ -233,13 +236,15 @@ class Optimizer(torch.optim.Optimizer):
 
     def _refuse(self, group: dict[str, Any], option: str) -> None:
         if group.get(option):
-            raise OptionError(f"{option}=True is not supported: the step runs on the engine's own streams")
+            raise OptionError(
+                f"{option}=True is not supported: the step runs on the engine's own streams; leave {option} out"
+            )
 
     def _check_group(self, group: dict[str, Any]) -> None:
         self._refuse(group, "differentiable")
         for name in self.fixed:
             if group.get(name, self.defaults.get(name)) != self.defaults.get(name):
-                raise OptionError(f"{name}={group[name]} is not supported by {self._label}")
+                raise OptionError(f"{name}={group[name]} is not supported by {self._label}; leave {name} out")
         rate(group)
 
     @property
@@ -325,7 +330,7 @@ class Optimizer(torch.optim.Optimizer):
         loss = None
         if closure is not None:
             if self._overlap is not None:
-                raise OptionError("step(closure) is not supported under overlap_step: call step() after a backward")
+                raise OptionError("step(closure) is not supported under overlap_step; call step() after a backward")
             with torch.enable_grad():
                 loss = closure()
         self._take_step()
@@ -420,7 +425,9 @@ class Optimizer(torch.optim.Optimizer):
                     f"{name} is on {parameter.device}, this optimizer computes on {compute}; make the optimizer "
                     "after moving the model, or use one optimizer for each device"
                 )
-        raise OptionError("parameters and gradients differ in device, type or size")
+        raise OptionError(
+            "parameters and gradients differ in device, type or size; give gradients that are like their parameters"
+        )
 
     def _clip(self, gradients: list[torch.Tensor], compute: torch.device) -> Clip:
         limit = self._options.max_grad_norm
@@ -695,7 +702,7 @@ class Optimizer(torch.optim.Optimizer):
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
         if value is None and self._options.skip_nonfinite:
-            raise OptionError("skip_nonfinite needs max_grad_norm: without it no norm is computed")
+            raise OptionError(NO_NORM)
         limit = positive("max_grad_norm", value, without="for no clipping")
         self._options = replace(self._options, max_grad_norm=limit)
 

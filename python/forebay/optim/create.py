@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forebay import _core
 from forebay._device import is_gpu
 from forebay._log import logger
+from forebay._progress import watch
 from forebay._tensors import check_parameter, host_tensor, local, state_like
 from forebay.errors import OptionError
 from forebay.optim.gather import Flat, Table
@@ -165,7 +167,10 @@ def _add(optimizer: Optimizer, flat: Flat, new: list[int], numbers: list[list[fl
         optimizer._open_ring(engine, compute)
     sizes = [tensor.numel() for tensor in inner]
     begun = time.perf_counter()
-    number = engine.add(list(zip(names, sizes, groups, master, on_host, strict=True)), numbers, is_resident)
+    faulted = _core.bytes_faulted_in()
+    to_pin = 0 if is_resident else sum(4 * size * len(kept) for size, kept in zip(sizes, columns, strict=True))
+    with watch("pinning optimizer state", to_pin, lambda: _core.bytes_faulted_in() - faulted):
+        number = engine.add(list(zip(names, sizes, groups, master, on_host, strict=True)), numbers, is_resident)
     logger.info(
         "%s: state of %d parameters, %d elements, created in %.2f s",
         optimizer._label,

@@ -86,13 +86,16 @@ def _check_loaded(
 ) -> list[tuple[torch.Tensor, dict[str, Any]]]:
     """Raise if a state dict is of another model; return the parameters that have state."""
     if len(saved_groups) != len(optimizer.param_groups):
-        raise OptionError(f"the state dict has {len(saved_groups)} groups, the optimizer {len(optimizer.param_groups)}")
+        raise OptionError(
+            f"the state dict has {len(saved_groups)} groups, the optimizer {len(optimizer.param_groups)}; load it "
+            "into an optimizer with the same groups"
+        )
     pairs = []
     for index, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
         if len(saved["params"]) != len(group["params"]):
             raise OptionError(
                 f"group {index} has {len(saved['params'])} parameters in the state dict and "
-                f"{len(group['params'])} in the optimizer"
+                f"{len(group['params'])} in the optimizer; load it into an optimizer with the same groups"
             )
         for position, (key, parameter) in enumerate(zip(saved["params"], group["params"], strict=True)):
             values = loaded_values(optimizer, optimizer._name(index, position), parameter, saved_state.get(key))
@@ -124,7 +127,10 @@ def check_value(optimizer: Optimizer, parameter_name: str, parameter: torch.Tens
     """Raise if a value of a state dict cannot be the parameter's state."""
     if name not in optimizer.state_names:
         kind = type(optimizer).__name__
-        raise OptionError(f"{parameter_name} has state {name!r} in the state dict, which {kind} does not have")
+        raise OptionError(
+            f"{parameter_name} has state {name!r} in the state dict, which {kind} does not have; load it into "
+            "an optimizer of the class that saved it"
+        )
     if name != "step":
         check_layout(parameter_name, parameter, name, value)
 

@@ -23,6 +23,12 @@ PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 GRAD_SOURCES: tuple[GradSource, ...] = get_args(GradSource)
 
 
+NO_NORM = (
+    "skip_nonfinite needs max_grad_norm: without it no norm is computed; give a max_grad_norm, math.inf does not clip"
+)
+"""What is wrong with ``skip_nonfinite`` alone."""
+
+
 class Keywords(TypedDict, total=False):
     """Options as the user gives them; documented at :class:`forebay.optim.base.Optimizer`."""
 
@@ -149,11 +155,13 @@ def resolve(
     if state_dtype != torch.float32:
         raise OptionError(f"invalid state_dtype: {state_dtype}; state is kept in torch.float32")
     if skip_nonfinite and max_grad_norm is None:
-        raise OptionError("skip_nonfinite needs max_grad_norm: without it no norm is computed")
+        raise OptionError(NO_NORM)
     if pinned_budget_bytes is not None:
         whole("pinned_budget_bytes", pinned_budget_bytes, 0)
         if placement == "resident":
-            raise OptionError("pinned_budget_bytes contradicts placement 'resident', which pins no state")
+            raise OptionError(
+                "pinned_budget_bytes contradicts placement 'resident', which pins no state; leave one of them out"
+            )
     _check_resident(placement, resident_bytes, resident_fraction)
     return Options(
         placement=placement,
@@ -177,7 +185,9 @@ def resolve(
 def _check_resident(placement: str, size: object, fraction: object) -> None:
     for name, value in (("resident_bytes", size), ("resident_fraction", fraction)):
         if value is not None and placement == "resident":
-            raise OptionError(f"{name}={value!r} contradicts placement 'resident', which keeps all state there")
+            raise OptionError(
+                f"{name}={value!r} contradicts placement 'resident', which keeps all state there; leave one of them out"
+            )
     if size is not None and fraction is not None:
         raise OptionError("resident_bytes and resident_fraction are two ways to say the same; give one of them")
     whole("resident_bytes", size, 0, optional=True)

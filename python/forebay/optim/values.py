@@ -24,7 +24,8 @@ def check_layout(
         raise OptionError(f"{parameter_name} has a {kind} as its {name}{source}; give a tensor of its shape")
     if value.shape != parameter.shape:
         raise OptionError(
-            f"{parameter_name} has shape {tuple(parameter.shape)}, its {name}{source} {tuple(value.shape)}"
+            f"{parameter_name} has shape {tuple(parameter.shape)}, its {name}{source} {tuple(value.shape)}; give "
+            "a tensor of the parameter's shape"
         )
     raise OptionError(
         f"{parameter_name} is {_layout(parameter)} on this rank, its {name}{source} {_layout(value)}; load it with "

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
-import weakref
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from forebay import _core, _trace
 from forebay._device import capturing, device_of, empty_cache, engine_name
 from forebay._live import wait_for_live
+from forebay._registry import register
 from forebay.errors import AsleepError, Error, OptionError
 from forebay.sleep.asleep import Asleep, Numbers, asleep_error, replaced_error
 from forebay.sleep.guards import Guards, gathers_ahead
@@ -56,10 +55,6 @@ class Sleeper:
         Start pinning memory for the present tensors at once, in the background.
     """
 
-    alive: ClassVar[weakref.WeakSet[Sleeper]] = weakref.WeakSet()
-    """Every sleeper of this process."""
-    _numbers_given: ClassVar[Iterator[int]] = itertools.count()
-
     def __init__(
         self,
         model: Any = None,
@@ -70,14 +65,14 @@ class Sleeper:
         prepare: bool = False,
     ) -> None:
         if gradients not in ("refuse", "keep", "drop"):
-            raise OptionError(f"gradients must be 'refuse', 'keep' or 'drop': {gradients!r}")
+            raise OptionError(f"invalid gradients: {gradients!r}; gradients must be 'refuse', 'keep' or 'drop'")
         budget = pinned_budget_bytes
         if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget <= 0):
-            raise OptionError(f"pinned_budget_bytes must be a positive number of bytes or None: {budget!r}")
+            raise OptionError(f"invalid pinned_budget_bytes: {budget!r}; it must be a positive number of bytes or None")
         self._models: dict[str, torch.nn.Module] = named(model, "model", torch.nn.Module)
         self._optimizers: dict[str, torch.optim.Optimizer] = named_optimizers(optimizer)
         if not self._models and not self._optimizers:
-            raise OptionError("nothing to put to sleep: give a model, an optimizer or both")
+            raise OptionError("nothing to put to sleep; give a model, an optimizer or both")
         self._gradients = gradients
         self._budget = budget
         # For each device; -1 is the CPU.
@@ -95,8 +90,7 @@ class Sleeper:
         for device in {parameter.get_device() for parameter in self._walk().parameters()}:
             if device >= 0:
                 self._slabs_of(device)
-        self.number = next(self._numbers_given)
-        Sleeper.alive.add(self)
+        self.number = register("sleeper", self)
         if prepare:
             self.prepare()
 
@@ -106,7 +100,7 @@ class Sleeper:
             _trace.leaves(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        raise Error("a sleeper cannot be pickled or copied: it holds pinned memory")
+        raise Error("a sleeper cannot be pickled or copied: it holds pinned memory; make one for the copy")
 
     # Preparing.
 
@@ -147,7 +141,7 @@ class Sleeper:
                 self._protected.append(getattr(task, name))
                 return
         if not callable(task):
-            raise OptionError(f"protect takes a future, a thread or a function: {type(task).__name__}")
+            raise OptionError(f"invalid task: {type(task).__name__}; protect takes a future, a thread or a function")
         self._protected.append(task)
 
     # Sleeping.

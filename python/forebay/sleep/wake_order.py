@@ -122,7 +122,7 @@ def ranking(
     if order is None:
         return None
     if isinstance(order, (str, torch.nn.Module)):
-        raise OptionError(f"order must be a list of modules, names or kinds: {type(order).__name__}")
+        raise OptionError(f"invalid order: {type(order).__name__}; order must be a list of modules, names or kinds")
     paths = {
         id(module): ".".join(filter(None, (label, path)))
         for label, model in models.items()
@@ -134,12 +134,16 @@ def ranking(
     for item in order:
         if isinstance(item, torch.nn.Module):
             if id(item) not in paths:
-                raise OptionError(f"order has a module that is in no model of this sleeper: {type(item).__name__}")
+                raise OptionError(
+                    f"order has a module that is in no model of this sleeper: {type(item).__name__}; leave it out"
+                )
             wanted.append(paths[id(item)])
         elif item in known:
             wanted.append(item)
         else:
-            raise OptionError(f"order has an unknown name: {item!r}")
+            raise OptionError(
+                f"order has an unknown name: {item!r}; use names of modules, parameters, buffers or kinds"
+            )
 
     def rank(entry: StorageEntry) -> int:
         return next((place for place, name in enumerate(wanted) if _matches(name, entry)), len(wanted))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forebay import _core, _device
+from forebay._registry import registered
 from forebay.activations.handle import ActivationOffload
 from forebay.errors import Error
 from forebay.optim.base import Optimizer
@@ -45,9 +46,9 @@ class Contents:
 
     def collect(self, saves: list[Row]) -> Row:
         """Describe what is alive, and return everything as plain data."""
-        for things in (Optimizer.alive, ActivationOffload.alive, Sleeper.alive):
-            for thing in list(things):
-                self.describe(thing)
+        live = [thing for kind in ("activations", "sleeper") for _, thing in registered(kind)]
+        for thing in (*Optimizer.alive, *live):
+            self.describe(thing)
         self._name("class", self.optimizers)
         self._name("name", self.activations)
         for owner, row in self.optimizers.items():

@@ -12,6 +12,7 @@ use serde::Serialize;
 
 use crate::error::Result;
 use crate::flow::{Mark, Marks};
+use crate::totals::{Wait, count_waits};
 use crate::trace::{self, Kind, Label, Reason, Span};
 
 /// Passes whose times have not been read; more are forgotten, oldest first.
@@ -187,6 +188,7 @@ impl Clock {
             if let Some(pass) = self.passes.iter_mut().find(|pass| pass.number == stall.pass) {
                 pass.stall_ns[stall.half as usize] += ns;
             }
+            count_waits(Wait::Activation, 1, ns);
             let sums = self.layer(stall.layer);
             sums.stalls += 1;
             sums.stall_ns += ns;

@@ -38,8 +38,9 @@ pub use tape::{EntryId, Key, Location, Opened, Route, SaveId, Saved, Tape};
 
 use crate::error::{Error, Result};
 use crate::flow::{Cancelled, CopyJob, InFlight, Lane, Mark, Marks, QueuedCopy, Shown};
-use crate::memory::Allocator;
+use crate::memory::{Allocator, PinnedBudget};
 use crate::sync::{Mutex, MutexGuard, lock};
+use crate::totals::{Use, count_fetched, count_stored};
 use crate::trace::{self, Kind};
 
 /// What to offload, and how much of it at a time.
@@ -168,6 +169,7 @@ pub struct Offload {
     store: Lane,
     fetch: Lane,
     state: Mutex<OffloadState>,
+    budget: PinnedBudget,
     pid: u32,
     /// What it is called in a trace.
     owner: u32,
@@ -177,7 +179,7 @@ impl Offload {
     /// Starts the two lanes; nothing is pinned yet. What is pinned later stays within the allocator's budget.
     pub fn new(allocator: Arc<Allocator>, options: OffloadOptions) -> Result<Self> {
         options.check()?;
-        let device = allocator.device().clone();
+        let (device, budget) = (allocator.device().clone(), allocator.budget().clone());
         let marks = Marks::new(device.clone());
         let (owner, balance) = (trace::owner(), options.fraction.is_none().then(Balance::new));
         let state = OffloadState {
@@ -194,6 +196,7 @@ impl Offload {
             fetch: Lane::new(&device, &marks, "fetch")?,
             device,
             marks,
+            budget,
             state: Mutex::new(state),
             pid: std::process::id(),
             owner,
@@ -307,7 +310,10 @@ impl Offload {
         }
         if saved.new && saved.offload {
             match self.begin_store(state, saved.entry, key.bytes, source, compute) {
-                Ok(None) => state.clock.layer(layer).stored_bytes += key.bytes,
+                Ok(None) => {
+                    state.clock.layer(layer).stored_bytes += key.bytes;
+                    count_stored(Use::Activations, key.bytes);
+                }
                 Ok(reason) => {
                     state.tape.keep(saved.entry);
                     (saved.offload, exhausted) = (false, reason);
@@ -415,6 +421,7 @@ impl Offload {
         found.compute = compute.clone();
         found.fetch = Some(Fetch { copy, joined: false });
         state.clock.layer(found.layer).fetched_bytes += bytes;
+        count_fetched(Use::Activations, bytes);
         Ok(())
     }
 
@@ -486,6 +493,11 @@ impl Offload {
         state.blocks.give(InFlight::new(found.block, last_use));
         fetched.and(stored)?;
         Ok(Some(entry))
+    }
+
+    /// Bytes pinned now, used or not. Takes no lock.
+    pub fn pinned_bytes(&self) -> u64 {
+        self.budget.used_bytes()
     }
 
     /// Sums since the beginning; waits until the times of all waits can be read.

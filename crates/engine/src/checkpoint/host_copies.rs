@@ -7,7 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use forebay_device::{Backend, Buffer, Event, Region, SharedDevice, Slab, SlabLayout, Stream};
 
 use crate::error::Result;
-use crate::trace::{Held, Pool};
+use crate::totals::{Held, Use, count_stored};
 
 /// On the CPU backend a stream is a thread; this many copy at once.
 const CPU_LANES: usize = 4;
@@ -16,7 +16,14 @@ const CPU_LANES: usize = 4;
 #[derive(Debug)]
 pub struct HostCopies {
     device: SharedDevice,
-    slab: Mutex<Option<(Slab, Held)>>,
+    slab: Mutex<Option<KeptSlab>>,
+}
+
+/// The slab, and its part in the process's totals.
+#[derive(Debug)]
+struct KeptSlab {
+    slab: Slab,
+    _held: Held,
 }
 
 impl HostCopies {
@@ -30,13 +37,13 @@ impl HostCopies {
         &self.device
     }
 
-    fn slab(&self) -> MutexGuard<'_, Option<(Slab, Held)>> {
+    fn slab(&self) -> MutexGuard<'_, Option<KeptSlab>> {
         self.slab.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Bytes of the slab.
     pub fn bytes(&self) -> u64 {
-        self.slab().as_ref().map_or(0, |(slab, _)| slab.layout().bytes())
+        self.slab().as_ref().map_or(0, |kept| kept.slab.layout().bytes())
     }
 
     /// Copies regions of the device's memory to the host, and returns the copies when all have arrived. The copies begin
@@ -50,13 +57,12 @@ impl HostCopies {
         }
         let mut kept = self.slab();
         let layout = SlabLayout::new(&from.iter().map(Region::bytes).collect::<Vec<_>>())?;
-        let (slab, _) = match kept.take().filter(|(slab, _)| slab.layout() == &layout) {
-            Some(kept_before) => kept.insert(kept_before),
+        let slab = match kept.take().filter(|kept| kept.slab.layout() == &layout) {
+            Some(same) => &kept.insert(same).slab,
             // The old slab has been freed: both together may not fit.
             None => {
                 let slab = self.device.pin(layout)?;
-                let held = Held::new(Pool::Saves, slab.bytes());
-                kept.insert((slab, held))
+                &kept.insert(KeptSlab { _held: Held::pinned(Use::Saves, slab.bytes()), slab }).slab
             }
         };
         let lanes = self.lanes()?;
@@ -92,6 +98,7 @@ impl HostCopies {
             let copy = slab.part(index)?;
             if region.bytes() > 0 {
                 self.device.copy(&lanes[index % lanes.len()], region, &copy)?;
+                count_stored(Use::Saves, region.bytes());
             }
             copies.push(copy);
         }

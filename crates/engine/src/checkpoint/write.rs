@@ -19,7 +19,7 @@ use super::sink::Sink;
 use super::{BLOCK_BYTES, CACHED_BYTES, dense_bytes, encode_header, refuse};
 use crate::error::{Error, Result};
 use crate::snapshot::Snapshot;
-use crate::trace::{Held, Pool};
+use crate::totals::{Held, Use, count_stored};
 
 /// Bytes from which on a file is worth a thread, by default.
 const FILE_BYTES: u64 = 64 << 20;
@@ -241,19 +241,15 @@ impl Staging {
             device.wait(&stream, ready)?;
         }
         let block = device.pin(SlabLayout::new(&[bytes])?)?.part(0)?;
-        Ok(Self {
-            stream,
-            arrived: device.event()?,
-            block,
-            device: device.clone(),
-            _held: Held::new(Pool::Saves, bytes),
-        })
+        let _held = Held::pinned(Use::Saves, bytes);
+        Ok(Self { stream, arrived: device.event()?, block, _held, device: device.clone() })
     }
 
     /// Copies a region to the host, and returns the copy when it has arrived.
     fn fetch(&self, from: &Region) -> Result<Region> {
         let here = self.block.slice(0, from.bytes())?;
         self.device.copy(&self.stream, from, &here)?;
+        count_stored(Use::Saves, from.bytes());
         self.device.record(&self.arrived, &self.stream)?;
         self.device.synchronize(&self.arrived)?;
         Ok(here)

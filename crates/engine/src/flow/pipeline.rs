@@ -45,7 +45,8 @@ use super::shared::{Shared, SharedKey};
 use crate::error::Result;
 use crate::memory::Allocator;
 use crate::sync::{Mutex, lock};
-use crate::trace::{self, Held, Kind, Label, Pace, Pool, Reason, Recorder, Source, Span};
+use crate::totals::{Held, Use, Wait, count_fetched, count_stored, count_waits};
+use crate::trace::{self, Kind, Label, Pace, Reason, Recorder, Source, Span};
 
 /// The rings that users share.
 static RINGS: Shared<PipelineCore> = Shared::new();
@@ -298,6 +299,7 @@ impl Pipeline {
         let mut slot = Slot { index, end: None, timed: None, core: self.core.clone(), log: self.log.clone() };
         self.core.harvest(index, None);
         if stall.waited {
+            count_waits(Wait::Slot, 1, stall.time.as_nanos() as u64);
             trace::waited(stall.time, Reason::Slot, "wait for a slot", self.owner());
         }
         let traced = self.core.is_traced();
@@ -464,7 +466,7 @@ impl PipelineCore {
             marks,
             pace: Pace::default(),
             traced_by: AtomicU64::new(0),
-            _held: Held::new(Pool::Ring, buffer.bytes()),
+            _held: Held::ring(buffer.bytes()),
         };
         if let Some((_, after)) = memory {
             let free = core.marks.take()?;
@@ -502,6 +504,8 @@ impl PipelineCore {
         let slot = &self.slots[index];
         let mut noted = lock(&slot.trip);
         let Some(trip) = noted.take_if(|trip| of.is_none_or(|log| Arc::ptr_eq(log, &trip.log))) else { return };
+        count_fetched(Use::Optimizer, trip.payload_bytes);
+        count_stored(Use::Optimizer, trip.payload_bytes);
         let mut times = [0; 3];
         if trip.timed.is_some() {
             for (time, [begin, end]) in times.iter_mut().zip(&slot.timers) {

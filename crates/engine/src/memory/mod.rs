@@ -10,13 +10,14 @@ pub use budget::PinnedBudget;
 use budget::PinnedBytes;
 
 use crate::error::Result;
-use crate::trace::{Held, Pool};
+use crate::totals::{Held, Use};
 
 /// Allocates slabs and buffers of one device, for one user of the engine. Slabs count against its budget.
 #[derive(Debug)]
 pub struct Allocator {
     device: SharedDevice,
     budget: PinnedBudget,
+    purpose: Use,
 }
 
 /// Pinned memory of an [`Allocator`]. It counts against the budget until the last clone is dropped.
@@ -24,7 +25,9 @@ pub struct Allocator {
 pub struct Lease<T> {
     // Declared before the count: memory is unpinned first, and then no longer counted.
     memory: T,
-    _counted: Arc<(PinnedBytes, Option<Held>)>,
+    _counted: Arc<PinnedBytes>,
+    /// For memory of one user; what several share is counted where they share it.
+    _held: Option<Arc<Held>>,
 }
 
 impl<T> std::ops::Deref for Lease<T> {
@@ -40,9 +43,14 @@ impl Allocator {
         Self::within(device, PinnedBudget::default())
     }
 
-    /// On a device and within a budget.
+    /// On a device and within a budget, for optimizers.
     pub fn within(device: SharedDevice, budget: PinnedBudget) -> Arc<Self> {
-        Arc::new(Self { device, budget })
+        Self::serving(Use::Optimizer, device, budget)
+    }
+
+    /// On a device and within a budget, for what the process's totals say.
+    pub fn serving(purpose: Use, device: SharedDevice, budget: PinnedBudget) -> Arc<Self> {
+        Arc::new(Self { device, budget, purpose })
     }
 
     /// The device it allocates on.
@@ -57,22 +65,17 @@ impl Allocator {
 
     /// Pins a slab with parts of these sizes.
     pub fn pin(&self, part_bytes: &[u64]) -> Result<Lease<Slab>> {
-        self.pin_for(Pool::Optimizer, part_bytes)
-    }
-
-    /// The same for another use than an optimizer's, as traces show it.
-    pub(crate) fn pin_for(&self, pool: Pool, part_bytes: &[u64]) -> Result<Lease<Slab>> {
         let layout = SlabLayout::new(part_bytes)?;
-        let (bytes, counted) = (layout.bytes(), self.budget.take(layout.bytes())?);
-        let memory = self.device.pin(layout)?;
-        Ok(Lease { memory, _counted: Arc::new((counted, Some(Held::new(pool, bytes)))) })
+        let bytes = layout.bytes();
+        let lease = self.lease(bytes, || Ok(self.device.pin(layout)?))?;
+        Ok(Lease { _held: Some(Arc::new(Held::pinned(self.purpose, bytes))), ..lease })
     }
 
     /// Counts pinned memory against the budget, before it is pinned. Memory that several users share counts in full for
     /// each of them: whoever goes first, what the others have stays within their budgets.
     pub(crate) fn lease<T>(&self, bytes: u64, pin: impl FnOnce() -> Result<T>) -> Result<Lease<T>> {
         let counted = self.budget.take(bytes)?;
-        Ok(Lease { memory: pin()?, _counted: Arc::new((counted, None)) })
+        Ok(Lease { memory: pin()?, _counted: Arc::new(counted), _held: None })
     }
 
     /// Allocates device memory, which counts against no budget.

@@ -44,6 +44,7 @@ use crate::flow::{InFlight, Mark, Marks, Pipeline};
 use crate::memory::{Allocator, Lease};
 use crate::plan::{Chunk, Piece};
 use crate::sync::{Mutex, lock};
+use crate::totals::{Use, count_fetched, count_stored};
 use crate::trace::{self, Kind, Label, Pace, Reason, Span};
 
 /// The most chunks that may be on their way down, and the most that the threads may have, when the next slot is asked
@@ -266,6 +267,7 @@ impl HostLane {
         self.ready.wait(&self.streams.down)?;
         let traced = trace::timed(&self.device, &self.streams.down, Some((&self.paces[0], grad.bytes())));
         self.device.copy(&self.streams.down, grad, into)?;
+        count_stored(Use::Optimizer, grad.bytes());
         if let Some(traced) = traced {
             let (bytes, owner) = (grad.bytes(), self.owner);
             let label = Label::Words("gradient");
@@ -505,7 +507,9 @@ impl<'a> Step<'a> {
             let width = binding.weight_dtype.bytes();
             pairs.push((run.of(&binding.weight, width)?, run.weight(&held, width)?));
         }
-        self.stats.down_bytes += pairs.iter().map(|(from, _)| from.bytes()).sum::<u64>();
+        let bytes = pairs.iter().map(|(from, _)| from.bytes()).sum();
+        self.stats.down_bytes += bytes;
+        count_stored(Use::Optimizer, bytes);
         let shown = self.shown(Kind::Store, "down", &claimed.1);
         let slot = transfer(held, self.directions.down, &pairs, |slot| &slot.landed, (&self.lane.paces[0], shown))?;
         Ok(Passage { table, chunks, claimed, runs, slot: Some(slot) })
@@ -590,7 +594,9 @@ impl<'a> Step<'a> {
             let width = binding.weight_dtype.bytes();
             pairs.push((run.weight(&held, width)?, run.of(&binding.weight, width)?));
         }
-        self.stats.up_bytes += pairs.iter().map(|(from, _)| from.bytes()).sum::<u64>();
+        let bytes = pairs.iter().map(|(from, _)| from.bytes()).sum();
+        self.stats.up_bytes += bytes;
+        count_fetched(Use::Optimizer, bytes);
         // Back to the ring, with the mark that ends the copies.
         let (mut held, end) =
             transfer(held, self.directions.up, &pairs, |slot| &slot.sent, (&self.lane.paces[1], shown))?.into_parts();

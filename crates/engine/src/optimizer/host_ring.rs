@@ -14,7 +14,7 @@ use crate::error::Result;
 use crate::flow::{Mark, Marks, Ring, RingUser, Shared, SharedKey};
 use crate::memory::{Allocator, Lease};
 use crate::sync::{Mutex, MutexGuard, lock};
-use crate::trace::{Held, Pool};
+use crate::totals::{Held, Use};
 
 /// Pinned slots of one size.
 #[derive(Debug)]
@@ -48,7 +48,7 @@ impl HostRing {
             ring: Ring::new(slots.len()),
             slots,
             turn: Mutex::default(),
-            _held: Held::new(Pool::Optimizer, slab.bytes()),
+            _held: Held::pinned(Use::Optimizer, slab.bytes()),
             slab,
             device: device.clone(),
             pid: std::process::id(),

@@ -695,9 +695,9 @@ impl Optimizer {
         })
     }
 
-    /// Bytes that are pinned for it.
+    /// Bytes that are pinned for it. Takes no lock, which a step or a save may hold for long.
     pub fn pinned_bytes(&self) -> u64 {
-        self.lock().pinned_bytes()
+        self.memory.budget().used_bytes()
     }
 
     /// Slots of the ring, and of the host's ring, that nobody owns: all of them between steps of all that share them.

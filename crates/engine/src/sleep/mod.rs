@@ -28,7 +28,6 @@ use crate::error::{Error, Result};
 use crate::flow::{Mark, Marks};
 use crate::memory::{Allocator, Lease};
 use crate::sync::{Mutex, lock};
-use crate::trace::Pool;
 
 /// Staging slots, and transfers in flight.
 pub const SLOTS: usize = 4;
@@ -77,10 +76,6 @@ impl SleepSlabs {
         *self = Self { layout: self.layout.emptied(), ..Self::default() };
     }
 
-    fn pinned_bytes(&self) -> u64 {
-        self.slabs.iter().map(|slab| slab.bytes()).sum()
-    }
-
     /// Makes room for all of these: existing room first, then one more slab of exactly what is missing.
     fn place(&mut self, allocator: &Allocator, wants: &[Want]) -> Result<()> {
         let mut layout = self.layout.clone();
@@ -100,7 +95,7 @@ impl SleepSlabs {
             self.clear();
             return self.place(allocator, wants);
         }
-        let slab = allocator.pin_for(Pool::Sleep, &added)?;
+        let slab = allocator.pin(&added)?;
         self.slabs.push(slab);
         self.segments.extend((0..added.len()).map(|part| (self.slabs.len() - 1, part)));
         self.layout = layout;
@@ -159,9 +154,9 @@ impl Sleeper {
         lock(&self.slabs).layout.mark(ids, false);
     }
 
-    /// Bytes pinned now.
+    /// Bytes pinned now. Takes no lock, which is held while memory is pinned.
     pub fn pinned_bytes(&self) -> u64 {
-        lock(&self.slabs).pinned_bytes()
+        self.allocator.budget().used_bytes()
     }
 
     /// Unpins and frees everything. Refused while anything sleeps.

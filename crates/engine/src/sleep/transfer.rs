@@ -21,6 +21,7 @@ use super::{SLOTS, SleepStreams};
 use crate::error::{Error, Result};
 use crate::flow::{InFlight, Mark, Ring, RingUser};
 use crate::sync::{Condvar, Mutex, lock};
+use crate::totals::{Use, count_fetched, count_stored};
 use crate::trace::{self, Kind, Label, Reason, Span};
 
 /// Which way the bytes go.
@@ -296,6 +297,10 @@ impl TransferCore {
     fn issue_move(&self, slot: usize, one: &Move, slab: &Region, regions: &[Region]) -> Result<()> {
         let (device, copying) = (&self.device, self.copying());
         let [staged, ended] = &self.streams.slots[slot];
+        match self.direction {
+            Direction::Sleep => count_stored(Use::Sleep, slab.bytes()),
+            Direction::Wake => count_fetched(Use::Sleep, slab.bytes()),
+        }
         match (one, self.direction) {
             (Move::Direct { item, at_bytes, extent }, direction) => {
                 let memory = regions[*item].slice(*at_bytes, extent.bytes)?;

@@ -23,6 +23,7 @@ use serde::Serialize;
 pub(crate) use self::pace::{Pace, WriterPauses};
 use self::pages::{Duty, Pages, Source};
 use crate::error::{Error, Result};
+use crate::totals::{Wait, count_waits};
 
 /// Bytes of a page of a save, the unit that is kept or copied.
 pub const PAGE_BYTES: u64 = 4 << 20;
@@ -249,6 +250,7 @@ impl Snapshot {
         }
         self.stalls.fetch_add(stalls, Relaxed);
         self.stall_ns.fetch_add(stall_ns, Relaxed);
+        count_waits(Wait::Save, stalls, stall_ns);
         (stalls, stall_ns)
     }
 

@@ -4,7 +4,7 @@
 //! load. With one, a report is a record of fixed size in a ring of fixed size: the oldest records are dropped and counted.
 //! Names become text when the file is written.
 //!
-//! - `span` is what is recorded, `recorder` where it is kept, `pools` counts memory.
+//! - `span` is what is recorded, `recorder` where it is kept; what memory there is comes from [`crate::totals`].
 //! - `clock` turns times of a device into times of the host, and holds spans whose end was not reached yet.
 //! - `write` makes the file, and `merge` one file of several ranks.
 //!
@@ -18,7 +18,6 @@
 
 mod clock;
 mod merge;
-mod pools;
 mod recorder;
 mod span;
 mod write;
@@ -33,11 +32,12 @@ use forebay_device::{SharedDevice, Stream};
 pub(crate) use clock::Pace;
 pub use clock::Timed;
 pub use merge::merge;
-pub(crate) use pools::{Held, Pool};
 pub use recorder::{Recorder, Recording, TraceOptions, is_on, start};
 pub(crate) use recorder::{Source, current};
 pub use span::{Counter, Kind, Label, Reason, Record, Span};
 pub use write::About;
+
+use crate::totals::{Totals, totals};
 
 /// Between two copies of a lane that are timed by events of a GPU; see [Note: what timing costs].
 pub const PACE_NS: u64 = 800_000;
@@ -98,6 +98,19 @@ pub(crate) fn timed(device: &SharedDevice, stream: &Stream, paced: Option<(&Pace
 /// The same for code outside of the engine, unpaced.
 pub fn timed_on(recorder: &Arc<Recorder>, device: &SharedDevice, stream: &Stream) -> Option<Timed> {
     recorder.timed(device, stream, None)
+}
+
+/// Memory was pinned or freed.
+pub(crate) fn memory_changed() {
+    if let Some(recorder) = current() {
+        memory().into_iter().for_each(|counter| recorder.count(counter));
+    }
+}
+
+/// The memory that a trace shows over time.
+fn memory() -> [Counter; 2] {
+    let Totals { pinned_bytes, ring_bytes, .. } = totals();
+    [Counter::Pinned(pinned_bytes), Counter::Ring(ring_bytes)]
 }
 
 impl Recorder {

@@ -8,7 +8,6 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use forebay_device::{PerProcess, SharedDevice, Stream};
 
 use super::clock::{DeviceClock, Pace, Pending, Timed};
-use super::pools;
 use super::span::{Counter, Record, Span};
 use crate::error::{Error, Result};
 
@@ -144,7 +143,7 @@ pub fn start(options: TraceOptions) -> Result<Arc<Recorder>> {
         sources: Mutex::default(),
         given: Mutex::default(),
     });
-    pools::now().into_iter().for_each(|counter| recorder.count(counter));
+    super::memory().into_iter().for_each(|counter| recorder.count(counter));
     *current = Some(recorder.clone());
     ON.store(true, Relaxed);
     Ok(recorder)

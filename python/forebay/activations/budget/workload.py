@@ -12,6 +12,7 @@ import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forebay._log import logger
+from forebay._progress import watch
 from forebay.activations.budget.passes import Kind, Way
 from forebay.errors import OptionError
 
@@ -211,7 +212,8 @@ class Workload:
         excess, settled = self.excess_bytes or 0, self.rounds > 0
 
         def make(budget_bytes: int | None) -> ActivationPlan:
-            return cost.plan(budget_bytes, tokens=tokens, measured_tokens=measured_tokens, **link._asdict())
+            with watch("planning activations", None, lambda: 0):
+                return cost.plan(budget_bytes, tokens=tokens, measured_tokens=measured_tokens, **link._asdict())
 
         allowed = int(limit_bytes * SHARE - excess) if settled else int(limit_bytes * FIRST_SHARE)
         try:

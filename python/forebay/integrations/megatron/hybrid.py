@@ -275,7 +275,10 @@ class HybridDeviceOptimizer(torch.optim.Optimizer):
         sizes = [len(group["params"]) for group in self.param_groups]
         if [len(group["params"]) for group in saved] != sizes:
             counts = [len(group["params"]) for group in saved]
-            raise OptionError(f"the state dict has groups of {counts} parameters, the optimizer of {sizes}")
+            raise OptionError(
+                f"the state dict has groups of {counts} parameters, the optimizer of {sizes}; load it into an "
+                "optimizer with the same groups"
+            )
         self._load_parts(saved, state_dict["state"])
         self.param_groups = [
             {**group, **loaded, **{name: group[name] for name in OWN if name in group}}

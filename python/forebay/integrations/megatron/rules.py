@@ -49,7 +49,9 @@ def check_arguments(given: Mapping[str, Any]) -> None:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise TypeError(f"HybridDeviceOptimizer.__init__() got an unexpected keyword argument {name!r}{hint}")
     if given.get("bias_correction") is False:
-        raise OptionError("bias_correction=False is not supported: forebay's Adam corrects the bias, as torch's does")
+        raise OptionError(
+            "bias_correction=False is not supported: forebay's Adam corrects the bias, as torch's does; leave it out"
+        )
     one_of("grad_source", given.get("grad_source"), (None, *GRAD_SOURCES))
     if given.get("placement") == "resident":
         raise OptionError("placement 'resident' contradicts an offloaded part; set offload_fraction=0 instead")

@@ -64,7 +64,7 @@ def overlap_step(
         remedy = "use forebay.offload first, or one of forebay's optimizers"
         if hasattr(inner, "check_trusted"):
             remedy = "its step has no update rule of forebay and runs as a whole; call it without overlap_step"
-        raise OptionError(f"overlap_step cannot take {type(inner).__name__}: {remedy}")
+        raise OptionError(f"overlap_step cannot take {type(inner).__name__}; {remedy}")
     if inner._overlap is not None:
         raise OptionError(f"{inner._label} is overlapped already; call remove() on the handle first, or keep it")
     if speculate:
@@ -94,7 +94,9 @@ def _models(model: Any) -> list[torch.nn.Module]:
     models = [model] if isinstance(model, torch.nn.Module) else list(model)
     for one in models:
         if not isinstance(one, torch.nn.Module):
-            raise OptionError(f"overlap_step takes a module or several, not a {type(one).__name__}")
+            raise OptionError(
+                f"overlap_step takes a module or several, not a {type(one).__name__}; give the model that is trained"
+            )
         for inner in one.modules():
             if isinstance(inner, late()):
                 raise OptionError(
@@ -102,7 +104,7 @@ def _models(model: Any) -> list[torch.nn.Module]:
                     "with FSDP2 (fully_shard)"
                 )
     if not models:
-        raise OptionError("overlap_step takes a module or several, and none was given")
+        raise OptionError("overlap_step takes a module or several, and none was given; give the model that is trained")
     return models
 
 

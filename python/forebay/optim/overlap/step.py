@@ -272,7 +272,7 @@ class Overlap:
         """Mark the last backward before a step; see ``Optimizer.last_backward``."""
         optimizer = self.optimizer
         if self._is_marked:
-            raise OptionError("last_backward cannot be nested")
+            raise OptionError("last_backward cannot be nested; put one around the last backward of a step")
         if self.is_begun or (self._awaits_step and any(one.parameter.grad is not None for one in self._all())):
             raise OptionError(
                 "the last backward of a step was run already, and step() was not called; call step(), or zero_grad() "
@@ -495,7 +495,10 @@ class Overlap:
             return
         found = optimizer._collect(compute, self._rest_of(flat, taken) if taken else flat)
         if not found.parameters and not taken:
-            raise OptionError("step() without a gradient: under overlap_step every step needs a backward before it")
+            raise OptionError(
+                "step() without a gradient: under overlap_step every step needs a backward before it; call backward, "
+                "or remove() of the handle"
+            )
         clip = optimizer._clip(found.gradients, compute) if found.parameters else Clip()
         if clip.skips:
             optimizer._landed.forget(engine)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch._compile import _disable_dynamo
 
+from forebay._registry import register
 from forebay.errors import OptionError
 from forebay.optim.base import Optimizer
 from forebay.optim.units import trees
@@ -198,6 +199,7 @@ def _attach(optimizer: Any, theirs: Any, options: UnitOptions, in_units: Any) ->
     if in_units is not None:
         alive: Any = Optimizer.alive
         alive.add(optimizer)
+        register("optimizer", optimizer)
     return units
 
 
@@ -233,7 +235,9 @@ def offload_in_units(optimizer: torch.optim.Optimizer, given: Mapping[str, Any])
         follow_class(optimizer)
     except BaseException as error:
         if isinstance(error, TypeError) and type(optimizer) is theirs:
-            raise OptionError(f"the class of {theirs.__qualname__} cannot be extended: {error}") from error
+            raise OptionError(
+                f"the class of {theirs.__qualname__} cannot be extended: {error}; keep this optimizer as it is"
+            ) from error
         Optimizer.alive.discard(optimizer)  # type: ignore[arg-type]
         optimizer.__class__ = theirs
         vars(optimizer).clear()

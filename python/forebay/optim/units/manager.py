@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forebay import _core
 from forebay._device import check_not_captured
 from forebay._live import wait_for_live, waited_s
+from forebay._progress import watch
 from forebay._tensors import local
 from forebay.errors import CheckpointError, DeviceError
 from forebay.optim.units import trees
@@ -126,8 +128,11 @@ class Units:
         """Decide which parameters make a unit, and give each unit its memory."""
         members = members_of(self.optimizer)
         self.make_room(members, self._sizes(members))
-        for unit in self.units:
-            self.refresh(unit)
+        faulted = _core.bytes_faulted_in()
+        to_pin = sum(self.expected_bytes(unit) for unit in self.units if unit.home is None) if self.pins else 0
+        with watch("pinning optimizer state", to_pin, lambda: _core.bytes_faulted_in() - faulted):
+            for unit in self.units:
+                self.refresh(unit)
         self.expected_keys.clear()
 
     def make_room(self, members: list[Member], sizes: Sequence[int | None]) -> None:

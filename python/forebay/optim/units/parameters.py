@@ -77,4 +77,6 @@ def check_parameters(optimizer: torch.optim.Optimizer) -> None:
             )
     for index, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
-            raise OptionError(f"differentiable=True of group {index} is not supported: state leaves the device")
+            raise OptionError(
+                f"differentiable=True of group {index} is not supported: state leaves the device; leave it out"
+            )

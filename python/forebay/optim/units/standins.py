@@ -229,7 +229,7 @@ def _copied_attribute(
             return value
         raise OptionError(
             f"{type(optimizer).__qualname__} cannot be tried out on a small copy: its attribute {name} cannot be "
-            f"copied ({error})"
+            f"copied ({error}); give it a __deepcopy__, or keep this optimizer as it is"
         ) from error
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forebay._core import count_copied
 from forebay._device import is_gpu
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Wire:
 
     def fetch(self, host: torch.Tensor, device: torch.Tensor, after: Iterable[Copied]) -> Copied:
         """Copy from the host to the device, when these copies have ended."""
+        count_copied(host.numel(), 0)
         return self._copy(host, device)
 
     def arrive(self, fetched: Copied) -> None:
@@ -67,6 +69,7 @@ class Wire:
 
     def store(self, device: torch.Tensor, host: torch.Tensor) -> Copied:
         """Copy from the device to the host, when the work that was submitted so far has ended."""
+        count_copied(0, device.numel())
         return self._copy(device, host)
 
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> Copied:
@@ -100,6 +103,7 @@ class StreamWire(Wire):
         """Copy from the host to the device, when these copies have ended."""
         for copied in after:
             self._in.wait_event(copied.end)
+        count_copied(host.numel(), 0)
         return self._submit(self._in, host, device)
 
     def arrive(self, fetched: Copied) -> None:
@@ -110,6 +114,7 @@ class StreamWire(Wire):
         """Copy from the device to the host, when the current stream's work so far has ended."""
         self._out.wait_event(self._module.current_stream(self._device).record_event())
         device.record_stream(self._out)
+        count_copied(0, device.numel())
         return self._submit(self._out, device, host)
 
     def _submit(self, stream: Any, source: torch.Tensor, target: torch.Tensor) -> Copied:
