@@ -928,7 +928,7 @@ class Trace:
         """
         Records that were dropped so far.
         """
-    def finish(self, /, rank: SupportsIndex, ranks: SupportsIndex, owners: dict[SupportsIndex, str], layers: dict[tuple[SupportsIndex, SupportsIndex], str], others: str) -> None:
+    def finish(self, /, rank: SupportsIndex, ranks: SupportsIndex, owners: SupportsGetItem[int, tuple[SupportsIndex, str]], layers: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, str]], others: str) -> None:
         """
         End the trace and write its file. `owners` and `layers` have the names of what reported; `others` is JSON of what
         else the file says. In a forked child it does nothing.
