@@ -84,7 +84,8 @@ def _is_wanted(shown: bool | None) -> bool:
     if shown is False or _enabled[0] is False or rank() > 0:
         return False
     # In a notebook nothing is a terminal, and tqdm draws a widget.
-    return bool(shown or _enabled[0] or sys.stderr.isatty() or "ipykernel.zmqshell" in sys.modules)
+    on_terminal = sys.stderr is not None and sys.stderr.isatty()
+    return bool(shown or _enabled[0] or on_terminal or "ipykernel.zmqshell" in sys.modules)
 
 
 def _draw(what: str, total_bytes: int | None, done: Callable[[], int], delay_s: float, ended: threading.Event) -> None:

@@ -141,7 +141,7 @@ optimizer.prepare()
 checkpoint.save(sys.argv[1], model, optimizer)
 print("tqdm.auto" in sys.modules)
 """
-    assert python_in_silence(code, tmp_path).strip() == "False"
+    assert python_in_silence(code, tmp_path, timeout=100).strip() == "False"
 
 
 def test_a_switch_draws_them_anywhere(tmp_path: Path) -> None:

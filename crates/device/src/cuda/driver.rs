@@ -237,7 +237,8 @@ mod tests {
     #[test]
     fn each_answer_of_the_driver_has_its_error() {
         let absent = start(|| Err("no library".to_owned())).unwrap_err();
-        assert_eq!(absent.to_string(), "device cuda is not available: no library");
+        let wanted = "device cuda is not available: no library; use another device, or the CPU";
+        assert_eq!(absent.to_string(), wanted);
         let old = start(|| Ok(11_080)).unwrap_err();
         assert_eq!(old, Error::DriverTooOld { found: 11_080, needed: NEEDED_VERSION });
         assert!(old.to_string().contains("supports CUDA 11.8, forebay needs 12.4"), "{old}");
