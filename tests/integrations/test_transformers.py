@@ -107,6 +107,22 @@ def test_an_optimizer_of_torch_is_clipped_by_the_trainer(tmp_path: Path):
     assert watch.norms == pytest.approx([LIMIT] * 3, rel=1e-4)
 
 
+def test_an_optimizer_without_an_update_rule_is_clipped_by_the_trainer(tmp_path: Path):
+    expected = tiny()
+    plain = Trainer(
+        expected, arguments(tmp_path), train_dataset=tokens(), optimizers=(torch.optim.NAdam(grouped(expected)), None)
+    )
+    plain.train()
+    model = tiny()
+    watch, given = Watch(), torch.optim.NAdam(grouped(model))
+    trainer = Trainer(model, arguments(tmp_path), train_dataset=tokens(), optimizers=(given, None), callbacks=[watch])
+    attach(trainer)
+    trainer.train()
+    assert watch.norms == pytest.approx([LIMIT] * 3, rel=1e-4)
+    assert given.stats()["pinned_bytes"] > 0
+    assert_same_weights(weights(model), weights(expected))
+
+
 @pytest.mark.parametrize("own", [0.25, 0.75])
 def test_a_second_limit_is_said_once_and_the_smaller_one_is_used(tmp_path: Path, way, own):
     args = arguments(tmp_path)

@@ -17,6 +17,7 @@ from forebay.errors import CheckpointError, OptionError
 from forebay.integrations._trainer_clip import Clipping, limit_of
 from forebay.integrations._trainer_saves import FOLDER, Saves, complete, newest
 from forebay.integrations._versions import check_version
+from forebay.optim.base import Optimizer
 
 check_version("transformers", "5.3", "6.0")
 
@@ -118,8 +119,8 @@ class ForebayCallback(transformers.TrainerCallback):  # type: ignore[misc]
         Save the optimizer in the background, inside each checkpoint of the Trainer and instead of the Trainer's own
         ``optimizer.pt``: True, or a dict of options of ``forebay.checkpoint.async_save``. ``resume`` trains on.
     clip
-        Clip to ``args.max_grad_norm`` inside the step of forebay's optimizer. If this is False, the Trainer clips
-        before the step, as usual.
+        Clip to ``args.max_grad_norm`` inside the step of forebay's optimizer. If this is False, or the optimizer has no
+        update rule of forebay, the Trainer clips before the step, as usual.
     """
 
     accelerator: Any = None
@@ -194,7 +195,8 @@ class ForebayCallback(transformers.TrainerCallback):  # type: ignore[misc]
         self.restore()
         inner, scaler = bare(optimizer), getattr(optimizer, "scaler", None)
         with ExitStack() as undo:
-            if self._clips and getattr(inner, "offloads_itself", False):
+            # An optimizer without an update rule of forebay does not clip inside its step.
+            if self._clips and isinstance(inner, Optimizer):
                 self._clipping = Clipping(args, inner, self.accelerator)
                 undo.callback(self._end_clipping)
             if self._activations is not None:
