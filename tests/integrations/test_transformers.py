@@ -156,6 +156,16 @@ def test_arguments_become_settings_of_the_optimizer(tmp_path: Path):
     assert optimizer_cls_and_kwargs(args, forebay.SGD)[1] == {"lr": 1e-2, "weight_decay": 0.1}
 
 
+def test_another_optimizer_in_the_arguments_is_not_replaced_in_silence(tmp_path: Path):
+    args = arguments(tmp_path, optim="adafactor")
+    with pytest.warns(UserWarning, match=r"args.optim='adafactor' is not used, forebay.AdamW takes its place"):
+        attach(Trainer(tiny(), args, train_dataset=tokens()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        optimizer_cls_and_kwargs(args, forebay.SGD)
+        optimizer_cls_and_kwargs(arguments(tmp_path, optim="adamw_torch"))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["autocast", "masters"])
 def test_bf16_equals_a_loop_by_hand(tmp_path: Path, dtype):
     expected = tiny().to(dtype)

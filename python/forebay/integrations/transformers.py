@@ -44,6 +44,13 @@ def optimizer_cls_and_kwargs(
         Settings and options of that class, such as ``placement="hybrid"``. They override the arguments.
     """
     chosen: Any = forebay.AdamW if optimizer is None else optimizer
+    asked = str(getattr(args.optim, "value", args.optim))
+    if optimizer is None and not asked.startswith("adamw"):
+        warnings.warn(
+            f"args.optim={asked!r} is not used, forebay.AdamW takes its place; name the class, such as forebay.SGD, or "
+            "make that optimizer and give it to the Trainer with optimizers=",
+            stacklevel=2,
+        )
     if options.get("max_grad_norm") is not None and limit_of(args) is not None:
         warnings.warn(
             f"max_grad_norm={options['max_grad_norm']} clips inside the step, and the Trainer clips with "
