@@ -85,6 +85,8 @@ class Run:
             raise
         finally:
             self._wire.close(self._slots)
+            # The next step makes its own before this run is forgotten.
+            self._slots = []
 
     def reads_elsewhere(self) -> bool:
         """Whether the step uses memory on the device besides parameters, gradients and state on the host.

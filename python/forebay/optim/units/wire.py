@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -113,9 +114,9 @@ class StreamWire(Wire):
 
     def close(self, slots: Iterable[torch.Tensor]) -> None:
         """Tell torch's allocator which streams still use the slots."""
-        for slot in slots:
-            slot.record_stream(self._in)
-            slot.record_stream(self._out)
+        current = self._module.current_stream(self._device)
+        for slot, stream in product(slots, (self._in, self._out, current)):
+            slot.record_stream(stream)
 
     def fetch(self, host: torch.Tensor, device: torch.Tensor, after: Iterable[Copied]) -> Copied:
         """Copy from the host to the device, when these copies have ended."""
