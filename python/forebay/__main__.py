@@ -11,6 +11,11 @@ from forebay import _core
 def main() -> int:
     """Run the command with the arguments of this process, and return its exit code."""
     arguments = sys.argv[1:]
+    if arguments[:1] == ["check"]:
+        # The one command that needs torch.
+        from forebay.check import main as check
+
+        return check(arguments[1:])
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Python would notice Ctrl-C only when the command has ended. Where a shell ignores it, it stays ignored.
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""Try forebay on this machine's accelerator: ``python -m forebay.check --device npu:0``.
+"""Try forebay on this machine's accelerator: ``forebay check --device npu:0``.
 
 Runs the contract of the device, a streamed step, an offload of activations and a sleep, each against plain torch on the
 same device, bit for bit, and prints a table.

@@ -199,14 +199,14 @@ def test_an_optimizer_that_couples_parameters_is_refused():
         prepare(Accelerator(cpu=True), model, torch.optim.LBFGS(model.parameters()))
 
 
-def test_an_optimizer_without_an_update_rule_keeps_its_step():
-    torch.manual_seed(1)
+@pytest.mark.parametrize("limit", [None, 0.1], ids=["not clipped", "clipped"])
+def test_an_optimizer_without_an_update_rule_keeps_its_step(limit):
     ends = []
     for takes in (prepare, lambda accelerator, *both: accelerator.prepare(*both)):
         torch.manual_seed(1)
         accelerator, model = Accelerator(cpu=True), Blocks()
         model, optimizer = takes(accelerator, model, torch.optim.Adagrad(model.parameters(), lr=0.1))
-        train(accelerator, model, optimizer, range(2))
+        train(accelerator, model, optimizer, range(2), limit=limit)
         ends.append(weights(model))
     assert_same_weights(*ends)
 

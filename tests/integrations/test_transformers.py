@@ -107,6 +107,22 @@ def test_an_optimizer_of_torch_is_clipped_by_the_trainer(tmp_path: Path):
     assert watch.norms == pytest.approx([LIMIT] * 3, rel=1e-4)
 
 
+def test_an_optimizer_without_an_update_rule_is_clipped_by_the_trainer(tmp_path: Path):
+    expected = tiny()
+    plain = Trainer(
+        expected, arguments(tmp_path), train_dataset=tokens(), optimizers=(torch.optim.NAdam(grouped(expected)), None)
+    )
+    plain.train()
+    model = tiny()
+    watch, given = Watch(), torch.optim.NAdam(grouped(model))
+    trainer = Trainer(model, arguments(tmp_path), train_dataset=tokens(), optimizers=(given, None), callbacks=[watch])
+    attach(trainer)
+    trainer.train()
+    assert watch.norms == pytest.approx([LIMIT] * 3, rel=1e-4)
+    assert given.stats()["pinned_bytes"] > 0
+    assert_same_weights(weights(model), weights(expected))
+
+
 @pytest.mark.parametrize("own", [0.25, 0.75])
 def test_a_second_limit_is_said_once_and_the_smaller_one_is_used(tmp_path: Path, way, own):
     args = arguments(tmp_path)
@@ -138,6 +154,16 @@ def test_arguments_become_settings_of_the_optimizer(tmp_path: Path):
     assert chosen is forebay.AdamW
     assert given == {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-5, "weight_decay": 0.1, "placement": "host"}
     assert optimizer_cls_and_kwargs(args, forebay.SGD)[1] == {"lr": 1e-2, "weight_decay": 0.1}
+
+
+def test_another_optimizer_in_the_arguments_is_not_replaced_in_silence(tmp_path: Path):
+    args = arguments(tmp_path, optim="adafactor")
+    with pytest.warns(UserWarning, match=r"args.optim='adafactor' is not used, forebay.AdamW takes its place"):
+        attach(Trainer(tiny(), args, train_dataset=tokens()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        optimizer_cls_and_kwargs(args, forebay.SGD)
+        optimizer_cls_and_kwargs(arguments(tmp_path, optim="adamw_torch"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["autocast", "masters"])

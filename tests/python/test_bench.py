@@ -377,3 +377,28 @@ def test_idle_time_of_a_profile_has_its_reason() -> None:
     assert found["busy_ms"] == pytest.approx({"compute": 82, "fetch": 40, "update": 2, "store": 30}, abs=0.01)
     assert found["lanes_ms"]["compute"][0] == [10, 35, 100]
     assert [name for name, _, _ in found["parts_ms"]] == ["forward", "backward", "step"]
+
+
+def test_muon_stands_beside_resident_state(tmp_path: Path) -> None:
+    path = tmp_path / "muon.json"
+    done = run(
+        "bench/muon.py", "--device", "cpu", "--steps", "2", "--wire-gbps", "5", "--commit", "abc", "--json", path
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert found["commit"] == "abc"
+    rows = {row["name"]: row for row in found["rows"]}
+    assert rows["torch"]["times_resident"] == rows["train-torch"]["times_resident"] == 1
+    assert rows["torch"]["pinned_bytes"] == 0
+    # One f32 for each of Muon's elements; AdamW has two.
+    count, in_muon = rows["torch"]["parameters"], rows["torch"]["in_muon"]
+    for name in ("forebay-muon", "train-overlap-muon"):
+        assert rows[name]["payload_bytes"] == 4 * in_muon
+        assert rows[name]["floor_s"] == pytest.approx(4 * in_muon / 5e9)
+    for name in ("forebay", "train-forebay", "train-overlap"):
+        assert rows[name]["payload_bytes"] == 4 * in_muon + 8 * (count - in_muon)
+    assert len(rows["train-overlap"]["exposed_s"]) == 2
+    assert found["differing"] == []
+    assert len({row["muon_digest"] for row in found["rows"]}) == 3
+    assert all(row["label"] in done.stdout for row in found["rows"])
+    assert run("bench/muon.py", "--rows", "sgd").returncode == 2

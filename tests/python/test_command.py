@@ -49,6 +49,17 @@ def test_exit_codes_and_messages_are_those_of_the_command(way: list[str], tmp_pa
 
 
 @WAYS
+def test_check_tries_a_device(way: list[str]) -> None:
+    done = run(way, "check", "--device", "cpu")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert "went well, with torch" in lines[-1]
+    assert sum("  ok" in line for line in lines) == len(lines) - 2
+    assert run(way, "check", "--device", "abacus:0").returncode == 2
+    assert "`forebay check --device npu:0`" in run(way, "--help").stdout
+
+
+@WAYS
 def test_ctrl_c_ends_it_at_once_without_a_traceback(way: list[str]) -> None:
     # A terminal would show the bar, and its first characters say that the work has begun.
     leader, follower = os.openpty()

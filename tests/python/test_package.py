@@ -54,6 +54,34 @@ def test_dir_lists_everything_before_it_is_imported() -> None:
     assert listed == sorted(set(listed))
 
 
+def sources(*left_out: str) -> list[tuple[str, ast.Module]]:
+    """Return the package's files, parsed, without some of them and without the integrations."""
+    found = (REPOSITORY / "python/forebay").rglob("*.py")
+    named = ((path.relative_to(REPOSITORY / "python/forebay").as_posix(), path) for path in found)
+    return [
+        (name, ast.parse(path.read_text()))
+        for name, path in named
+        if name not in left_out and not name.startswith("integrations/")
+    ]
+
+
+def test_one_file_takes_addresses() -> None:
+    # ``_accelerator.py`` asks for those of memory that it has allocated for the engine.
+    for name, tree in sources("_tensors.py", "_accelerator.py"):
+        taken = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "data_ptr"]
+        assert taken == [], f"{name} takes addresses"
+
+
+def test_one_file_names_a_backend() -> None:
+    for name, tree in sources("_device.py", "_accelerator.py"):
+        attributes = [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+        texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        found = {"cuda", "is_cuda"}.intersection(attributes) | {"cuda", "npu", "xpu", "mps"}.intersection(
+            text for text in texts if isinstance(text, str)
+        )
+        assert not found, f"{name} names a backend"
+
+
 def test_metadata_names_no_address() -> None:
     # Nobody has a home for the project yet; an address of somebody else's would be worse than none.
     assert metadata.metadata("forebay").get_all("Project-URL") is None

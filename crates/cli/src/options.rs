@@ -12,6 +12,7 @@ use crate::plan::{WeightType, rule_names};
 /// Keeps a GPU fed with training state that does not fit on it.
 #[derive(Debug, Parser)]
 #[command(name = "forebay", version, arg_required_else_help = true, max_term_width = 110)]
+#[command(after_help = "In the Python package, `forebay check --device npu:0` tries an accelerator of torch.")]
 pub(crate) struct Cli {
     #[command(subcommand)]
     pub(crate) command: Command,

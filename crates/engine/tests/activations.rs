@@ -1,7 +1,7 @@
 //! Activation offload: the right bytes come back, whatever the order of use and whichever stream is late.
 //!
 //! [`Model`] is a computation with an allocator like torch's: memory that is given back is handed out again at once,
-//! ordered by the computation's stream alone. A source that is let go before its store has ended, or memory that is
+//! ordered by the computation's stream alone. A source that is freed before its store has ended, or memory that is
 //! fetched into too early, is then overwritten, which shows in the bits; on the checked devices it is found from the
 //! order of submission.
 
@@ -216,7 +216,7 @@ impl<'a> Model<'a> {
     }
 }
 
-/// One program: sizes of saved tensors, which of them are saved twice, in which order they are used and let go.
+/// One program: sizes of saved tensors, which of them are saved twice, in which order they are used and freed.
 #[derive(Debug, Clone)]
 struct Program {
     fraction: f64,
@@ -332,7 +332,7 @@ fn any_order_of_use_gives_the_right_bytes(on: &Subject) {
         .unwrap();
 }
 
-/// Layers, and for each what it saves: bytes, whether that leaves, when it is let go and when it is fetched.
+/// Layers, and for each what it saves: bytes, whether that leaves, when it is freed and when it is fetched.
 type Routed = Vec<Vec<(u64, bool, u32, u32)>>;
 
 fn run_routed(on: &Subject, layers: &Routed) -> u64 {
@@ -388,7 +388,7 @@ fn a_late_store_holds_the_reuse_of_its_source(on: &Subject) {
     on.fault.on(Call::Copy, 0, DELAY);
     let first = model.save(4096, 1, true).unwrap();
     let second = model.save(4096, 2, true).unwrap();
-    assert!(!model.held.contains_key(&first.entry), "a window of bytes later its source is let go");
+    assert!(!model.held.contains_key(&first.entry), "a window of bytes later its source is freed");
     model.scribble();
     for tensor in [second, first] {
         model.load(tensor).unwrap();
@@ -399,7 +399,7 @@ fn a_late_store_holds_the_reuse_of_its_source(on: &Subject) {
 fn a_late_store_holds_the_fetch_of_its_entry(on: &Subject) {
     let mut model = Model::full(on, 1);
     on.fault.on(Call::Copy, 0, DELAY);
-    // Let go at once: nothing but its own store stands between it and its fetch.
+    // Freed at once: nothing but its own store stands between it and its fetch.
     let tensor = model.save(4096, 1, true).unwrap();
     assert!(model.held.is_empty());
     model.load(tensor).unwrap();

@@ -46,7 +46,7 @@ thread_local! {
 }
 
 /// How many threads are in a call, and whether the collector was on before the first of them. Read and written with the
-/// GIL held, which the collector's own functions do not let go.
+/// GIL held, which the collector's own functions do not release.
 static RESTING: (AtomicUsize, AtomicBool) = (AtomicUsize::new(0), AtomicBool::new(false));
 
 /// The collector of cycles.

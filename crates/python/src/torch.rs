@@ -27,9 +27,12 @@ pub(crate) fn region(device: &SharedDevice, addr: u64, bytes: u64, place: Place,
     // SAFETY: parameters and gradients: `Found` (optim/gather.py) takes address and length of each from one tensor, with
     // `look_with_gradients` (_tensors.py). `Found.read` checks that parameter and gradient are on one device, this GPU or
     // the host; `Optimizer._check_unchanged` (optim/base.py) that it is the one the plan has; and `Found.put_in_order`
-    // replaces a tensor that is not dense by a dense copy. `Optimizer._update` (optim/base.py) holds `Found`, the clip coefficient and, through
-    // `State.rooms`, resident state until the call returns. `hook` (optim/backward.py) holds a gradient that is copied
-    // early until `finish_landing` has returned. For memory on a GPU all of them pass torch's current stream: torch's
+    // replaces a tensor that is not dense by a dense copy. `Optimizer._update` (optim/base.py) holds `Found`, the clip
+    // coefficient and, through `State.rooms`, resident state until the call returns. `hook` (optim/backward.py) holds a
+    // gradient that is copied early until `finish_landing` has returned. Overlapped steps go on after the call:
+    // `Trained.fitting` and `Overlap._is_prepared` (optim/overlap) take address and length from one tensor and check the
+    // same; `Overlap` holds the parameters, the coefficient, and each gradient until the engine says that its update has
+    // ended, or until torch's stream runs behind all updates (`_release`, `_end`, `_abandon`). For memory on a GPU all of them pass torch's current stream: torch's
     // allocator gives freed memory only to work that comes later on that stream, and the step makes that stream wait for
     // its own. Work on memory of the host ends before the call returns. Saves: `Snapshot._to_host` (checkpoint/snapshot.py)
     // and `Writer._write_tensors` (checkpoint/writer.py) hold contiguous tensors of the stated device until the call
@@ -51,9 +54,10 @@ pub(crate) fn host_region(addr: u64, bytes: u64, keeper: &Keeper) -> Result<Regi
 
 /// Names a whole buffer, such as the ring that torch allocated.
 pub(crate) fn buffer(device: &SharedDevice, addr: u64, bytes: u64, keeper: Keeper) -> Result<Buffer> {
-    // SAFETY: `Optimizer._open_ring` (optim/base.py) and `Mover._begin` (sleep/transfer.py) take the address from one tensor
-    // of this many bytes on this device. `keeper` holds the tensor. A ring drops the buffer when its last user is gone, and
-    // each user has waited for its own work before; a transfer drains before it drops it.
+    // SAFETY: `Optimizer._open_ring` (optim/base.py), `_pin` (optim/units/memory.py) and `Mover._begin` (sleep/transfer.py)
+    // take the address from one tensor of this many bytes on this device. `keeper` holds the tensor. A ring drops the
+    // buffer when its last user is gone, and each user has waited for its own work before; a transfer drains before it
+    // drops it.
     Ok(unsafe { Buffer::borrow(addr as usize, bytes, Place::Device, device.info().id, keeper) }?)
 }
 
@@ -79,8 +83,9 @@ pub(crate) fn held(device: &SharedDevice, addr: u64, bytes: u64) -> Result<Regio
 
 /// Names torch's current stream.
 pub(crate) fn stream(device: &SharedDevice, handle: u64) -> Result<Stream> {
-    // SAFETY: all callers pass what `stream_handle` (_device.py) returns for this device: the handle of torch's current
-    // stream. Torch's streams live as long as the process, and the device is torch's primary context.
+    // SAFETY: callers pass what `stream_handle` (_device.py) returns for this device, the handle of torch's current
+    // stream; `ShardReader.order_gathering` (optim/overlap/reads.py) passes those of the streams on which FSDP2 gathers,
+    // which torch made too. Torch's streams live as long as the process, and the device is torch's primary context.
     Ok(unsafe { device.borrow_stream(handle as usize, "torch") }?)
 }
 
@@ -221,7 +226,8 @@ impl HostView {
         };
         // SAFETY: `view` is the buffer to fill; the range is live host memory of that length for as long as `slf`
         // lives, of which the call takes a reference for the buffer's owner. Writes by the device are ordered by those
-        // who use the buffer: `State` (optim/state.py) waits for them, `Snapshot._to_host` (checkpoint/snapshot.py) gets
+        // who use the buffer: `State` (optim/state.py) waits for them, and so does `Home.settle` (optim/units/unit.py),
+        // whose tensors torch copies to and from; `Snapshot._to_host` (checkpoint/snapshot.py) gets
         // its buffers when their copies have ended, and `Room.store` (moving/rooms.py) asks for buffers when the batch has
         // arrived and stores to no range that a buffer is in use for.
         let status = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), addr, len, 0, flags) };

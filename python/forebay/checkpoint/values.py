@@ -85,6 +85,8 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor] | None = None
         # Subclasses of str (an enum's members, for example) would be loaded as plain strings.
         if type(value) in (type(None), bool, str):
             return value
+        if numpy is not None and type(value) is numpy.str_:
+            return str(value)
     elif type(value) is int:
         # A JSON reader may turn a number of more than 64 bits into a float.
         return value if -(1 << 63) <= value < 1 << 63 else {TAG: "int", "value": str(value)}

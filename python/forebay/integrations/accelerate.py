@@ -19,6 +19,7 @@ import forebay
 from forebay._wrapped import bare
 from forebay.errors import OptionError
 from forebay.integrations._versions import check_version
+from forebay.optim.base import Optimizer
 
 check_version("accelerate", "1.6", "2.0")
 
@@ -57,7 +58,8 @@ def prepare(accelerator: Any, *objects: Any, **options: Any) -> Any:
         if isinstance(one, torch.optim.Optimizer):
             forebay.offload(one, **options)
             given[number] = _without_moves(accelerator, one)
-            _watch_clipping(accelerator, bare(one))
+            if isinstance(inner := bare(one), Optimizer):
+                _watch_clipping(accelerator, inner)
     return accelerator.prepare(*given)
 
 

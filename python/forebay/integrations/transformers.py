@@ -17,6 +17,7 @@ from forebay.errors import CheckpointError, OptionError
 from forebay.integrations._trainer_clip import Clipping, limit_of
 from forebay.integrations._trainer_saves import FOLDER, Saves, complete, newest
 from forebay.integrations._versions import check_version
+from forebay.optim.base import Optimizer
 
 check_version("transformers", "5.3", "6.0")
 
@@ -43,6 +44,13 @@ def optimizer_cls_and_kwargs(
         Settings and options of that class, such as ``placement="hybrid"``. They override the arguments.
     """
     chosen: Any = forebay.AdamW if optimizer is None else optimizer
+    asked = str(getattr(args.optim, "value", args.optim))
+    if optimizer is None and not asked.startswith("adamw"):
+        warnings.warn(
+            f"args.optim={asked!r} is not used, forebay.AdamW takes its place; name the class, such as forebay.SGD, or "
+            "make that optimizer and give it to the Trainer with optimizers=",
+            stacklevel=2,
+        )
     if options.get("max_grad_norm") is not None and limit_of(args) is not None:
         warnings.warn(
             f"max_grad_norm={options['max_grad_norm']} clips inside the step, and the Trainer clips with "
@@ -118,8 +126,8 @@ class ForebayCallback(transformers.TrainerCallback):  # type: ignore[misc]
         Save the optimizer in the background, inside each checkpoint of the Trainer and instead of the Trainer's own
         ``optimizer.pt``: True, or a dict of options of ``forebay.checkpoint.async_save``. ``resume`` trains on.
     clip
-        Clip to ``args.max_grad_norm`` inside the step of forebay's optimizer. If this is False, the Trainer clips
-        before the step, as usual.
+        Clip to ``args.max_grad_norm`` inside the step of forebay's optimizer. If this is False, or the optimizer has no
+        update rule of forebay, the Trainer clips before the step, as usual.
     """
 
     accelerator: Any = None
@@ -197,7 +205,8 @@ class ForebayCallback(transformers.TrainerCallback):  # type: ignore[misc]
         self.restore()
         inner, scaler = bare(optimizer), getattr(optimizer, "scaler", None)
         with ExitStack() as undo:
-            if self._clips and getattr(inner, "offloads_itself", False):
+            # An optimizer without an update rule of forebay does not clip inside its step.
+            if self._clips and isinstance(inner, Optimizer):
                 self._clipping = Clipping(args, inner, self.accelerator)
                 undo.callback(self._end_clipping)
             if self._activations is not None:

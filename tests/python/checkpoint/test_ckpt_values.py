@@ -97,9 +97,9 @@ def test_tensors_stay_tensors_wherever_they_stand(tmp_path: Path) -> None:
     assert "extra.rng" in read_manifest(tmp_path / "00000001")["tensors"]
 
 
-def test_scalars_of_numpy_become_numbers(tmp_path: Path) -> None:
-    back = returned(tmp_path, {"a": np.float64(0.1), "b": np.int32(7), "c": np.bool_(True)})
-    assert shown(back) == shown({"a": 0.1, "b": 7, "c": True})
+def test_scalars_of_numpy_become_pythons(tmp_path: Path) -> None:
+    given = {"a": np.float64(0.1), "b": np.int32(7), "c": np.bool_(True), "d": np.str_("x"), np.str_("e"): 1}
+    assert shown(returned(tmp_path, given)) == shown({"a": 0.1, "b": 7, "c": True, "d": "x", "e": 1})
 
 
 ARRAYS: dict[str, Any] = {

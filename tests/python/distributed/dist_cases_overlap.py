@@ -95,6 +95,29 @@ def training_with_and_without_clipping() -> None:
 
 
 @case(2)
+def an_optimizer_without_an_update_rule() -> None:
+    for policy in ({}, {"reshard_after_forward": False}):
+        found = []
+        for overlaps in (True, False):
+            net = shard(make(), **policy)
+            optimizer = forebay.offload(torch.optim.NAdam(net.parameters(), lr=1e-2), unit_bytes=1)
+            handle = forebay.overlap_step(net, optimizer) if overlaps else None
+            for step in range(STEPS):
+                backward(net, step)
+                torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+                optimizer.step()
+                # The first step makes new homes for its state, and waits for that.
+                assert isinstance(next(net.parameters()), Pending) == (overlaps and step > 0)
+                optimizer.zero_grad()
+            if handle is not None:
+                assert handle.stats()["waited_in_step"] == 0
+                assert handle.stats()["steps"] == STEPS
+            found.append((parameters_of(net), state_of(net, optimizer)))
+        assert_same_bits(found[0][0], found[1][0])
+        assert_same_bits(found[0][1], found[1][1])
+
+
+@case(2)
 def every_way_of_sharding() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for options in (

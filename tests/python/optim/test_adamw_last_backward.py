@@ -1,4 +1,4 @@
-"""Gradients that come down during the last backward: the same bits as when the step fetches them."""
+"""Gradients that are copied to the host during the last backward: the same bits as when the step fetches them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import forebay
 from support.optim import TINY, make, snapshot
 from support.tensors import assert_same
 
-# On the CPU gradients need not come down at all for "host"; "hybrid" brings them down there too.
+# On the CPU gradients need not be copied for "host"; "hybrid" copies them there too.
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "host": {"placement": "host"},
     "hybrid": {"placement": "hybrid", "host_fraction": 0.7},
@@ -85,7 +85,7 @@ def test_gradients_did_come_down(device: torch.device) -> None:
         optimizer.step()
         down.append(optimizer.stats()["host_down_bytes"])
         optimizer.zero_grad()
-    # f32 weights come down with the step, and their gradients before it.
+    # f32 weights are copied with the step, and their gradients before it.
     assert down[0] == 2 * down[1] > 0
 
 
@@ -154,7 +154,7 @@ def test_a_gradient_changed_afterwards_is_fetched_anew(
 
 
 def scaled_step(optimizer: forebay.AdamW, scaler: torch.amp.GradScaler, loss: torch.Tensor, *, lands: bool) -> None:
-    """Take a step with a scaled loss, with gradients that come down during its backward pass or do not."""
+    """Take a step with a scaled loss, with gradients that are copied during its backward pass or not."""
     with optimizer.last_backward() if lands else nullcontext():
         scaler.scale(loss).backward()
     scaler.step(optimizer)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import forebay
+from forebay.optim.options import Keywords
 from support.optim import clone, give_gradients, make, snapshot, train
 from support.tensors import assert_same
 
@@ -241,10 +242,18 @@ def test_what_is_refused_stays_as_it_was(device: torch.device, build: Any, optio
     assert_same(snapshot(optimizer, parameters), kept)
 
 
-def test_a_typo_names_the_nearest_option(device: torch.device) -> None:
-    optimizer = torch.optim.AdamW(make(device=device))
+@pytest.mark.parametrize("build", [torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_typo_names_the_nearest_option(device: torch.device, build: Any) -> None:
+    optimizer = build(make(device=device))
     with pytest.raises(TypeError, match="'placment'; did you mean 'placement'"):
         forebay.offload(optimizer, placment="host")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("name", sorted(set(Keywords.__annotations__) - {"pinned_budget_bytes"}))
+def test_each_option_that_units_lack_is_refused_with_the_reason(device: torch.device, name: str) -> None:
+    optimizer = torch.optim.Adagrad(make(device=device))
+    with pytest.raises(forebay.OptionError, match=f"no update rule for .*Adagrad, so {name}=7 does not apply: "):
+        forebay.offload(optimizer, **{name: 7})
 
 
 @pytest.mark.parametrize("build", [torch.optim.AdamW, torch.optim.Adagrad])

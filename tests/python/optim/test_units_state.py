@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import forebay
+from forebay.optim.units import run
 from forebay.optim.units.layout import ALIGN_BYTES
 from support.optim import clone, give_gradients, make, train
 from support.tensors import same_bits
@@ -36,6 +37,26 @@ def test_state_is_on_the_host_in_memory_of_its_own(device: torch.device) -> None
     plain = Momentum(twins := make(SHAPES, device=device))
     train(plain, twins, 3)
     assert all(same_bits(mean, plain.state[twin]["mean"]) for mean, twin in zip(means, twins, strict=True))
+
+
+def test_units_leave_the_device_after_a_step(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = make(SHAPES, device=device)
+    optimizer = forebay.offload(Momentum(parameters), unit_bytes=1)
+    made: list[weakref.ref[torch.Tensor]] = []
+    real = run.open_slots
+
+    def noting(*arguments: Any) -> list[torch.Tensor]:
+        assert all(one() is None for one in made), "a step begins with the memory of the one before"
+        slots = real(*arguments)
+        # The small copies of a check have slots too.
+        made[:] = [weakref.ref(slot) for slot in slots]
+        return slots
+
+    train(optimizer, parameters, 1)
+    monkeypatch.setattr(run, "open_slots", noting)
+    train(optimizer, parameters, 3)
+    assert len(made) == 3
+    assert all(one() is None for one in made)
 
 
 def test_figures_of_memory_and_of_a_step(device: torch.device) -> None:

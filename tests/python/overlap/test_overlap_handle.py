@@ -58,7 +58,7 @@ def test_wrong_arguments_are_refused(device: torch.device) -> None:
     refused("use forebay.offload first", model, torch.optim.AdamW(model.parameters()))
     refused("grad_source is 'main_grad'", model, adamw(model, grad_source="main_grad"))
     units = forebay.offload(torch.optim.Adagrad(model.parameters()))
-    refused("has no update rule", model, units)
+    refused("has no update rule", model, units, overlap_bytes=1 << 20)
     handle = forebay.overlap_step(model, optimizer)
     refused("is overlapped already", model, optimizer)
     handle.remove()

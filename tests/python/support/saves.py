@@ -117,7 +117,7 @@ class Gate:
 
 @contextlib.contextmanager
 def held(calls: int = 0) -> Iterator[Gate]:
-    """Hold all saves of a block; they are let go at its end at the latest."""
+    """Hold all saves of a block; they go on at its end at the latest."""
     gate = Gate(calls)
     with mock.patch.object(_core, "write_checkpoint", gate.write):
         try:

@@ -15,7 +15,7 @@ from forebay.errors import OptionError
 from forebay.optim.overlap.getters import GETTERS, METADATA
 
 if TYPE_CHECKING:
-    from forebay.optim.overlap.step import Overlap
+    from forebay.optim.overlap.units import Steps
 
 _ZERO = {torch.Tensor.zero_, torch._foreach_zero_}
 """What ``zero_grad(set_to_none=False)`` of a module and of an optimizer call."""
@@ -33,11 +33,11 @@ class ConsumedGradient(torch.Tensor):
     """Has the shape, type and device of a gradient, and no memory."""
 
     # Weak: torch's gradient field is unknown to Python's collector, so a circle through it would never be freed.
-    _overlap: weakref.ref[Overlap]
+    _overlap: weakref.ref[Steps]
     _parameter: weakref.ref[torch.Tensor]
 
     @staticmethod
-    def __new__(cls, parameter: torch.Tensor, overlap: weakref.ref[Overlap]) -> Self:
+    def __new__(cls, parameter: torch.Tensor, overlap: weakref.ref[Any]) -> Self:
         """Return the stand-in for a parameter's gradient."""
         make: Any = torch.Tensor._make_wrapper_subclass
         made: Self = make(

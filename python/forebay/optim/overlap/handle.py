@@ -13,6 +13,9 @@ from forebay.optim.backward import late, refuse_late_reduction
 from forebay.optim.base import Optimizer
 from forebay.optim.overlap.explain import explained
 from forebay.optim.overlap.step import Overlap
+from forebay.optim.overlap.units import OverlappedUnits
+from forebay.optim.units import InUnits
+from forebay.optim.units.parameters import members_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,6 +43,8 @@ def overlap_step(
     an error, as does reading a parameter between the last backward and ``step``. So clip with ``max_grad_norm``. A step
     without a backward raises an error.
 
+    An optimizer that ``forebay.offload`` runs in units needs no mark: its updates begin at ``step``.
+
     Parameters
     ----------
     model
@@ -60,19 +65,28 @@ def overlap_step(
     """
     inner = bare(optimizer)
     models = _models(model)
-    if not isinstance(inner, Optimizer):
+    if not isinstance(inner, (Optimizer, InUnits)):
         remedy = "use forebay.offload first, or one of forebay's optimizers"
-        if hasattr(inner, "check_trusted"):
-            remedy = "its step has no update rule of forebay and runs as a whole; call it without overlap_step"
         raise OptionError(f"overlap_step cannot take {type(inner).__name__}; {remedy}")
-    if inner._overlap is not None:
-        raise OptionError(f"{inner._label} is overlapped already; call remove() on the handle first, or keep it")
+    label, earlier = (
+        (inner._units.label, inner._units.overlap) if isinstance(inner, InUnits) else (inner._label, inner._overlap)
+    )
+    if earlier is not None:
+        raise OptionError(f"{label} is overlapped already; call remove() on the handle first, or keep it")
     if speculate:
         raise OptionError(
             "speculate=True is not available in this version; leave it out: with max_grad_norm updates run under the "
             "next forward, and without it under backward"
         )
     every = whole("accumulation_steps", accumulation_steps, 1, optional=True)
+    if isinstance(inner, InUnits):
+        if overlap_bytes != OVERLAP_BYTES:
+            raise OptionError(
+                f"{label} has no update rule of forebay, so overlap_bytes={overlap_bytes} does not apply; give "
+                "unit_bytes to forebay.offload"
+            )
+        _check_belongs(models, [parameter for _, parameter in members_of(inner._units.optimizer)], label)
+        return OverlappedStep(OverlappedUnits(inner._units, models))
     options = inner._options
     least = 2 * options.chunk_bytes
     if whole("overlap_bytes", overlap_bytes, 1) < least:
@@ -84,7 +98,7 @@ def overlap_step(
         raise OptionError(
             f"overlap_step reads grad, and grad_source is {options.grad_source!r}; use grad_source='grad'"
         )
-    _check_belongs(models, inner)
+    _check_belongs(models, inner._flatten().parameters, label)
     overlap = Overlap(inner, models, every)
     overlap.install(max(overlap_bytes // options.chunk_bytes, options.slots))
     return OverlappedStep(overlap)
@@ -108,14 +122,13 @@ def _models(model: Any) -> list[torch.nn.Module]:
     return models
 
 
-def _check_belongs(models: list[torch.nn.Module], optimizer: Optimizer) -> None:
-    parameters = optimizer._flatten().parameters
+def _check_belongs(models: list[torch.nn.Module], parameters: list[torch.Tensor], label: str) -> None:
     mine = set(map(id, parameters))
     for model in models:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not any(id(parameter) in mine for parameter in trained):
             raise OptionError(
-                f"the {len(trained)} trained parameters of {type(model).__name__} are not those of {optimizer._label}; "
+                f"the {len(trained)} trained parameters of {type(model).__name__} are not those of {label}; "
                 "make the optimizer with model.parameters(), after the model was moved, sharded or wrapped"
             )
     refuse_late_reduction(parameters)
@@ -124,7 +137,7 @@ def _check_belongs(models: list[torch.nn.Module], optimizer: Optimizer) -> None:
 class OverlappedStep:
     """The handle of :func:`forebay.overlap_step`."""
 
-    def __init__(self, overlap: Overlap) -> None:
+    def __init__(self, overlap: Overlap | OverlappedUnits) -> None:
         self._overlap = overlap
 
     def __repr__(self) -> str:

@@ -22,14 +22,14 @@ from forebay.optim.overlap.getters import GETTERS, GRADIENT, METADATA
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from forebay.optim.overlap.step import Overlap
+    from forebay.optim.overlap.units import Steps
 
 _PASSES: set[Any] = {*GETTERS.values(), *METADATA, *GRADIENT}
 
 _classes: dict[type, type] = {}
 """The class of pending parameters for each class of parameters."""
 
-_waits: dict[int, weakref.ref[Overlap]] = {}
+_waits: dict[int, weakref.ref[Steps]] = {}
 """The overlapped step that updates a pending parameter, by the parameter's id."""
 
 
@@ -119,7 +119,7 @@ def _set_local_tensor(self: Any, value: Any) -> None:
     self._local_tensor = value
 
 
-def mark(parameters: Iterable[torch.Tensor], overlap: weakref.ref[Overlap]) -> None:
+def mark(parameters: Iterable[torch.Tensor], overlap: weakref.ref[Steps]) -> None:
     """Make parameters pending: this overlapped step updates them."""
     for parameter in parameters:
         cls = type(parameter)

@@ -25,7 +25,7 @@ from forebay.optim.overlap.pending import Pending
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from forebay.optim.overlap.step import Overlap
+    from forebay.optim.overlap.units import Steps
 
 _CALL = "_compiled_call_impl"
 """The attribute that ``Module.__call__`` calls if it is set; ``Module.compile`` sets it."""
@@ -37,7 +37,7 @@ _graph_task = torch._C._current_graph_task_id
 class Reader:
     """One place that reads parameters, and waits for them before it does."""
 
-    def __init__(self, overlap: Overlap, parameters: list[torch.Tensor]) -> None:
+    def __init__(self, overlap: Steps, parameters: list[torch.Tensor]) -> None:
         self.overlap, self.parameters = overlap, parameters
         # The step that was waited for last, and the stream that waited.
         self.step, self.stream = 0, 0
@@ -79,7 +79,7 @@ class Reader:
 class ModuleReader(Reader):
     """A hook that runs before the forward of a module."""
 
-    def __init__(self, overlap: Overlap, module: torch.nn.Module, parameters: list[torch.Tensor]) -> None:
+    def __init__(self, overlap: Steps, module: torch.nn.Module, parameters: list[torch.Tensor]) -> None:
         super().__init__(overlap, parameters)
         self.module = weakref.ref(module)
         # First: FSDP2's own hooks read the parameters.
@@ -103,7 +103,7 @@ class ModuleReader(Reader):
 class CompiledReader(Reader):
     """Stands before the call of a module that was compiled in place."""
 
-    def __init__(self, overlap: Overlap, module: torch.nn.Module, parameters: list[torch.Tensor]) -> None:
+    def __init__(self, overlap: Steps, module: torch.nn.Module, parameters: list[torch.Tensor]) -> None:
         super().__init__(overlap, parameters)
         self.module = weakref.ref(module)
         self.inner: Callable[..., Any] = no_hook
@@ -156,7 +156,7 @@ def _set_compiled_call(module: Any, call: Callable[..., Any]) -> None:
 class ShardReader(Reader):
     """Stands before FSDP2's gathering of the shards of one group of parameters."""
 
-    def __init__(self, overlap: Overlap, group: Any, parameters: list[torch.Tensor]) -> None:
+    def __init__(self, overlap: Steps, group: Any, parameters: list[torch.Tensor]) -> None:
         super().__init__(overlap, parameters)
         self.group = weakref.ref(group)
         self.inner: Callable[..., Any] = group.unshard
@@ -194,7 +194,7 @@ class ShardReader(Reader):
 class Begins:
     """A hook that runs before the forward of a model."""
 
-    def __init__(self, overlap: Overlap, model: torch.nn.Module) -> None:
+    def __init__(self, overlap: Steps, model: torch.nn.Module) -> None:
         self.overlap = overlap
         self.hook = model.register_forward_pre_hook(self, prepend=True)
 
@@ -222,7 +222,7 @@ class Readers:
         The models.
     """
 
-    def __init__(self, overlap: Overlap, models: Iterable[torch.nn.Module]) -> None:
+    def __init__(self, overlap: Steps, models: Iterable[torch.nn.Module]) -> None:
         self.overlap, self.models = overlap, list(models)
         self.all: list[Reader] = []
         # For each parameter, by its id, and for each module that owns it: the readers of which one is called.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from forebay._tensors import is_placed_like, local, look
+from forebay._tensors import address, is_placed_like, local, look
 from forebay.optim.overlap.consumed import ConsumedGradient
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Trained:
     def count(self, gradient: torch.Tensor) -> int:
         """Count a backward, and return how many have added to this gradient."""
         inner = local(gradient)
-        pointer, version = inner.data_ptr(), inner._version
+        pointer, version = address(inner), inner._version
         # Adding to a gradient is one change. After any other, as when it was dropped, the count starts again. Gradients
         # of FSDP2 share their memory and its count of changes.
         changes = version - self.seen[1]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _JOINED: dict[type, Any] = {}
 
-YIELDING = ("stats", "synchronize", "check_trusted", "distrust")
+YIELDING = ("stats", "synchronize", "last_backward", "check_trusted", "distrust")
 """Methods that give way to those of the user's class."""
 
 
@@ -74,6 +74,8 @@ class InUnits:
         names = [name for name in inspect.signature(own).parameters if name != "self"]
         place = names.index("closure") if "closure" in names else len(arguments)
         closure = arguments[place] if place < len(arguments) else keywords.get("closure")
+        if closure is not None and self._units.overlap is not None:
+            raise OptionError("step(closure) is not supported under overlap_step: call step() after a backward")
         if closure is not None and self._units.verdict.calls_closure:
             # Before the first unit: a closure may read all groups. Each unit is given the loss.
             with torch.enable_grad():
@@ -146,6 +148,10 @@ class InUnits:
     def synchronize(self) -> None:
         """Wait until every store of the last step has ended."""
         self._units.settle(None)
+
+    def last_backward(self) -> contextlib.AbstractContextManager[None]:
+        """Do nothing: updates begin at ``step``, so the last backward needs no mark."""
+        return contextlib.nullcontext()
 
     def check_trusted(self, done: str) -> None:
         """Raise if a step or a load failed and left the state half written."""
@@ -253,6 +259,8 @@ def restore_from_units(optimizer: Any) -> None:
 
     units: Units = optimizer._units
     units.check_trusted("restored")
+    if units.overlap is not None:
+        units.overlap.remove()
     units.arrange()
     units.settle(None)
     for unit in units.units:

@@ -71,6 +71,11 @@ class Counters:
         left_out = NOT_NUMBERS if place is vars(self._optimizer) else OWN_KEYS
         return [key for key in place if key not in left_out]
 
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all tensors among the present numbers, also those inside of containers."""
+        found = [trees.leaves(place[key]) for place in self._places() for key in self._keys(place)]
+        return [tensor for of_number in found for _, tensor in of_number if id(tensor) not in self._fixed]
+
     def restore(self) -> None:
         """Set all numbers back."""
         for place, kept in self._kept:

@@ -30,6 +30,7 @@ from forebay.optim.units.wire import Wire, wire_for
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from forebay.optim.overlap.units import OverlappedUnits
     from forebay.optim.units.options import UnitOptions
 
 
@@ -77,6 +78,8 @@ class Units:
         self._tried: set[Any] = set()
         # Of a small copy, all units take part in all steps.
         self.verdict = Verdict(skips_idle=False)
+        # The overlapped steps, if ``overlap_step`` was called.
+        self.overlap: OverlappedUnits | None = None
         self._last: Run | None = None
         self._step_s = 0.0
 
@@ -255,6 +258,8 @@ class Units:
                 "this optimizer was used before fork(), and its state is not available in the child; read it in the "
                 "parent, or make a new optimizer in the child"
             )
+        if self.overlap is not None:
+            self.overlap.finish()
         if parameter is None:
             for unit in self.units:
                 unit.settle()
@@ -270,6 +275,8 @@ class Units:
         check_not_captured(self.device, f"{self.label}.step")
         self.arrange()
         self.settle_process()
+        if self.overlap is not None:
+            self.overlap.begin()
         try:
             self.try_out()
         except UntriedError as error:
@@ -281,7 +288,7 @@ class Units:
         for unit in chosen:
             self.refresh(unit)
         run = Run(self, chosen, arguments, keywords or {})
-        result = run.go()
+        result = run.go() if self.overlap is None else self.overlap.go(run)
         if run.grew:
             self.plan()
         self._last, self._step_s = run, time.perf_counter() - start
@@ -310,18 +317,24 @@ class Units:
             self.arrange()
         self.settle(None)
         fetches, stores = ([], []) if self._last is None else (self._last.fetches, self._last.stores)
-        sizes = [self.expected_bytes(unit) for unit in self.units]
         waited = waited_s(self.optimizer)
         return {
             "step_s": self._step_s,
-            "units": len(self.units),
-            "unit_bytes": max(sizes, default=0),
-            "device_bytes": min(SLOTS, len(sizes)) * max(sizes, default=0),
-            "pinned_bytes": sum(sizes),
+            **self.memory(),
             "fetched_bytes": sum(copied.nbytes for copied in fetches),
             "stored_bytes": sum(copied.nbytes for copied in stores),
             "fetch_s": sum(copied.seconds() for copied in fetches),
             "store_s": sum(copied.seconds() for copied in stores),
             "save_stalls": int(waited > 0),
             "save_stall_s": waited,
+        }
+
+    def memory(self) -> dict[str, float | int]:
+        """Return the memory in numbers. Waits for nothing."""
+        sizes = [self.expected_bytes(unit) for unit in self.units]
+        return {
+            "units": len(self.units),
+            "unit_bytes": max(sizes, default=0),
+            "device_bytes": min(SLOTS, len(sizes)) * max(sizes, default=0),
+            "pinned_bytes": sum(sizes),
         }

@@ -32,6 +32,9 @@ REMEDIES = {
     "host_fraction": "its step runs on the parameters' device",
     "host_threads": "its step runs on the parameters' device",
     "host_kernel": "its step runs on the parameters' device",
+    "resident_bytes": "all of its state goes through the units",
+    "resident_fraction": "all of its state goes through the units",
+    "backend": "its step is torch's own",
 }
 """The options of forebay's own optimizers that do not apply here, and what to do instead."""
 
@@ -77,7 +80,7 @@ def check_unit_options(label: str, given: Mapping[str, Any]) -> UnitOptions:
             raise OptionError(
                 f"forebay has no update rule for {label}, so {name}={value!r} does not apply: {REMEDIES[name]}"
             )
-        near = difflib.get_close_matches(name, known, n=1)
+        near = difflib.get_close_matches(name, (*known, *REMEDIES), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise TypeError(f"offload() got an unexpected keyword argument {name!r}{hint}")
     unit_bytes = whole("unit_bytes", given.get("unit_bytes"), 1, optional=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forebay._tensors import local
 from forebay.errors import OptionError
 from forebay.optim.units import trees
 from forebay.optim.units.counters import OWN_KEYS, Counters, bits
@@ -17,7 +18,7 @@ from forebay.optim.units.standins import raw_step
 from forebay.optim.units.unit import Home, held, is_unchanged, place, swap
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from forebay.optim.units.manager import Units
     from forebay.optim.units.unit import Known, Unit
@@ -38,7 +39,7 @@ class Run:
     """
 
     def __init__(self, owner: Units, units: list[Unit], arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        self._owner, self._units = owner, units
+        self._owner, self.units = owner, units
         self._arguments, self._keywords = arguments, keywords
         self._wire = owner.wire
         self._optimizer = owner.optimizer
@@ -59,27 +60,50 @@ class Run:
         self.stores: list[Copied] = []
         self.grew = False
 
-    def go(self) -> Any:
-        """Take the step and return what the optimizer's own step returned."""
+    def go(self, after: Callable[[Unit], None] | None = None) -> Any:
+        """Take the step and return what the optimizer's own step returned.
+
+        Parameters
+        ----------
+        after
+            Called after the update of each unit was submitted.
+        """
         self._wire.open(self._slots)
         result, done = None, 0
         try:
             self._fetch(0)
-            for index in range(len(self._units)):
+            for index in range(len(self.units)):
                 self._fetch(index + 1)
                 result = self._update(index)
                 done += 1
+                if after is not None:
+                    after(self.units[index])
             return result
         except BaseException as error:
             if done:
-                self._owner.tear(done, len(self._units), error)
+                self._owner.tear(done, len(self.units), error)
             raise
         finally:
             self._wire.close(self._slots)
+            # The next step makes its own before this run is forgotten.
+            self._slots = []
+
+    def reads_elsewhere(self) -> bool:
+        """Whether the step uses memory on the device besides parameters, gradients and state on the host.
+
+        Tensors in groups, on the object, in attributes of parameters, and what a ``GradScaler`` has set, may be changed
+        in place after the step.
+        """
+        owner = self._owner
+        parameters = [parameter for unit in self.units for parameter in unit.parameters]
+        attributes = [tensor for parameter in parameters for _, tensor in trees.leaves(vars(parameter))]
+        state = [tensor for parameter in parameters for _, tensor in trees.leaves(dict.get(owner.state, parameter))]
+        others = [*self._counters.tensors(), *attributes, *(one for one in state if not owner.is_hosted(one))]
+        return any(local(tensor).device == owner.device for tensor in others)
 
     def _fetch(self, index: int) -> None:
         """Begin to fetch a unit's state, if there is such a unit and it has state."""
-        home = self._units[index].home if index < len(self._units) else None
+        home = self.units[index].home if index < len(self.units) else None
         if home is None or not home.nbytes:
             return
         slot = index % SLOTS
@@ -92,7 +116,7 @@ class Run:
         return self._slots[index % SLOTS][: home.nbytes]
 
     def _update(self, index: int) -> Any:
-        unit, owner = self._units[index], self._owner
+        unit, owner = self.units[index], self._owner
         home = unit.home
         backup = {p: trees.copied(dict.get(owner.state, p)) for p in unit.parameters if p in owner.state}
         versions = [parameter._version for parameter in unit.parameters]
@@ -115,12 +139,12 @@ class Run:
             is_untouched = index == 0 and self._is_untouched(unit, versions, memory, error)
             self._counters.restore()
             if not is_untouched:
-                owner.tear(index, len(self._units), error)
+                owner.tear(index, len(self.units), error)
             raise
         try:
             self._store(index, unit, known, memory)
         except BaseException as error:
-            owner.tear(index, len(self._units), error)
+            owner.tear(index, len(self.units), error)
             raise
         return result
 

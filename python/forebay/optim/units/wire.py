@@ -7,21 +7,26 @@ On an accelerator there is one stream for each direction. Events order them with
 - the step on a unit waits for the unit's fetch;
 - a store waits for the step on its unit.
 
+An overlapped step computes on a stream of its own, which waits for torch's when it begins (``beside``). Torch's stream
+waits for the step where something reads what the step has written.
+
 The host waits for nothing. On the CPU a copy has ended when its call returns.
 """
 
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from forebay._core import count_copied
-from forebay._device import is_gpu
+from forebay._device import is_gpu, stream_handle
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 
 class Copied:
@@ -72,6 +77,22 @@ class Wire:
         count_copied(0, device.numel())
         return self._copy(device, host)
 
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Submit the work of this context to a stream of its own, behind the current stream's work so far."""
+        yield
+
+    def mark(self) -> Any:
+        """Return a mark behind the current stream's work so far."""
+        return 0
+
+    def is_reached(self, mark: Any) -> bool:
+        """Whether the work before a mark has ended."""
+        return True
+
+    def wait(self, mark: Any, stream: int) -> None:
+        """Make a stream, given by its handle, wait for a mark."""
+
     def _copy(self, source: torch.Tensor, target: torch.Tensor) -> Copied:
         begin = time.perf_counter_ns()
         target.copy_(source)
@@ -86,6 +107,7 @@ class StreamWire(Wire):
         self._module: Any = torch.get_device_module(device)
         self._in = self._module.Stream(device)
         self._out = self._module.Stream(device)
+        self._beside: Any = None
 
     def open(self, slots: Iterable[torch.Tensor]) -> None:
         """Make the copies wait for the work that used the slots' memory before."""
@@ -95,9 +117,9 @@ class StreamWire(Wire):
 
     def close(self, slots: Iterable[torch.Tensor]) -> None:
         """Tell torch's allocator which streams still use the slots."""
-        for slot in slots:
-            slot.record_stream(self._in)
-            slot.record_stream(self._out)
+        current = self._module.current_stream(self._device)
+        for slot, stream in product(slots, (self._in, self._out, current)):
+            slot.record_stream(stream)
 
     def fetch(self, host: torch.Tensor, device: torch.Tensor, after: Iterable[Copied]) -> Copied:
         """Copy from the host to the device, when these copies have ended."""
@@ -116,6 +138,35 @@ class StreamWire(Wire):
         device.record_stream(self._out)
         count_copied(0, device.numel())
         return self._submit(self._out, device, host)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Submit the work of this context to a stream of its own, behind the current stream's work so far."""
+        if self._beside is None:
+            self._beside = self._module.Stream(self._device)
+        current = self._module.current_stream(self._device)
+        self._beside.wait_event(current.record_event())
+        try:
+            with self._module.stream(self._beside):
+                yield
+        except BaseException:
+            # What was submitted before the error may still use memory of the current stream.
+            current.wait_event(self._beside.record_event())
+            raise
+
+    def mark(self) -> Any:
+        """Return a mark behind the current stream's work so far."""
+        return self._module.current_stream(self._device).record_event()
+
+    def is_reached(self, mark: Any) -> bool:
+        """Whether the work before a mark has ended."""
+        return bool(mark.query())
+
+    def wait(self, mark: Any, stream: int) -> None:
+        """Make a stream, given by its handle, wait for a mark."""
+        current = self._module.current_stream(self._device)
+        is_current = stream == stream_handle(self._device)
+        (current if is_current else self._module.ExternalStream(stream, device=self._device)).wait_event(mark)
 
     def _submit(self, stream: Any, source: torch.Tensor, target: torch.Tensor) -> Copied:
         begin, end = (self._module.Event(enable_timing=True) for _ in range(2))
