@@ -289,7 +289,8 @@ impl StateTable {
         self.chunk_of(Side::Other, chunk)
     }
 
-    fn chunk_of(&self, side: Side, chunk: &Chunk) -> Result<Vec<Region>> {
+    /// A chunk's range of each arena of its bucket, on a side.
+    pub(super) fn chunk_of(&self, side: Side, chunk: &Chunk) -> Result<Vec<Region>> {
         let (bucket, slab) = (&self.plan.buckets()[chunk.bucket], self.slab_of(side)?);
         let range = |(i, column): (usize, &Column)| {
             let arena = slab.part(bucket.first_arena + i)?;
