@@ -12,6 +12,7 @@ from forebay.errors import OptionError
 from forebay.optim.backward import late, refuse_late_reduction
 from forebay.optim.base import Optimizer
 from forebay.optim.overlap.explain import explained
+from forebay.optim.overlap.guess import check
 from forebay.optim.overlap.step import Overlap
 
 if TYPE_CHECKING:
@@ -50,7 +51,11 @@ def overlap_step(
     accumulation_steps
         How many backwards make a step. None if ``last_backward`` marks the last one.
     speculate
-        Not available yet; True raises an error.
+        With ``max_grad_norm``, let updates run in backward too, on a second copy of the state, as if nothing were
+        clipped. If nothing was, the second copy becomes the state; else everything is done again from the first. The bits
+        are those of the plain step in either case. Needs ``placement="stream"``, a master for each trained parameter, and
+        twice the pinned memory, within ``pinned_budget_bytes``. A step guesses only if none of the last eight norms was
+        above 0.9 of the limit; ``stats()`` has how often steps did (``speculated``) and were right (``accepted``).
     overlap_bytes
         GPU memory of the ring through which state streams while updates are hidden.
 
@@ -67,11 +72,6 @@ def overlap_step(
         raise OptionError(f"overlap_step cannot take {type(inner).__name__}: {remedy}")
     if inner._overlap is not None:
         raise OptionError(f"{inner._label} is overlapped already; call remove() on the handle first, or keep it")
-    if speculate:
-        raise OptionError(
-            "speculate=True is not available in this version; leave it out: with max_grad_norm updates run under the "
-            "next forward, and without it under backward"
-        )
     every = whole("accumulation_steps", accumulation_steps, 1, optional=True)
     options = inner._options
     least = 2 * options.chunk_bytes
@@ -85,7 +85,9 @@ def overlap_step(
             f"overlap_step reads grad, and grad_source is {options.grad_source!r}; use grad_source='grad'"
         )
     _check_belongs(models, inner)
-    overlap = Overlap(inner, models, every)
+    if speculate:
+        check(inner)
+    overlap = Overlap(inner, models, every, speculate)
     overlap.install(max(overlap_bytes // options.chunk_bytes, options.slots))
     return OverlappedStep(overlap)
 
@@ -139,6 +141,7 @@ class OverlappedStep:
         """Return statistics of the last step. Does not wait for the device.
 
         ``exposed_s`` are the seconds that forwards and other readers waited for updates, as far as they have ended.
+        ``speculated`` steps so far have updated before it was known whether they clip, and ``accepted`` of them did not.
         ``freed_bytes`` are the bytes of gradients that were freed before the last gradient of the backward was final.
         """
         return self._overlap.stats()

@@ -118,13 +118,15 @@ impl Worker {
         if *phase == Phase::Asked {
             return if memory.answered.query()? { self.decide(step).map(|()| true) } else { Ok(false) };
         }
-        let reached = |mark: &Arc<Mark>| mark.query();
-        if step.schedule.is_committed() && step.commit.as_ref().map_or(Ok(true), reached)? {
-            self.ask(step)?;
-            return Ok(true);
-        }
         let (memory, is_first) = (memory.clone(), ran.is_empty());
-        let Some(unit) = step.schedule.next_offered() else { return Ok(false) };
+        let reached = |mark: &Arc<Mark>| mark.query();
+        let may_ask = step.schedule.is_committed() && step.commit.as_ref().map_or(Ok(true), reached)?;
+        // What is left is updated after the decision, for which others wait. One unit at least: so it does not depend on
+        // time whether a step has guessed.
+        let next = if may_ask && !is_first { None } else { step.schedule.next_offered() };
+        let Some(unit) = next else {
+            return if may_ask { self.ask(step).map(|()| true) } else { Ok(false) };
+        };
         if is_first {
             self.device.launch(&self.stream, &Kernel::Fill { dst: memory.held.all(), byte: 0 })?;
         }
