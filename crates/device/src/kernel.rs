@@ -229,7 +229,8 @@ impl Kernel<'_> {
                 pairs.iter().try_for_each(|Mastered { weight, dtype, master }| {
                     words(weight, dtype.bytes())?;
                     words(master, 4)?;
-                    if weight.bytes() / dtype.bytes() != master.bytes() / 4 || master.bytes() / 4 > u64::from(u32::MAX) {
+                    if weight.bytes() / dtype.bytes() != master.bytes() / 4 || master.bytes() / 4 > u64::from(u32::MAX)
+                    {
                         return refuse(format!(
                             "{} bytes of weights of {} bytes each, and {} bytes of f32 masters",
                             weight.bytes(),

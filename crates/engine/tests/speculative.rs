@@ -352,9 +352,12 @@ fn delays_anywhere_change_nothing(on: &Subject) {
 
 /// Fails the n-th call of a kind for every n there is. A step that fails is said until the state is trusted again.
 fn every_refused_call_is_said(on: &Subject) {
-    let tensors = vec![Tensor::of(1000, Dtype::Bf16, Dtype::Bf16).master(), Tensor::of(70, Dtype::F16, Dtype::F16).master()];
+    let tensors =
+        vec![Tensor::of(1000, Dtype::Bf16, Dtype::Bf16).master(), Tensor::of(70, Dtype::F16, Dtype::F16).master()];
     let scenario = Scenario::new(tensors, 2, 4096);
-    for (call, coefficient) in [Call::Copy, Call::Launch, Call::Record, Call::Wait].into_iter().flat_map(|call| [(call, 1.0), (call, 0.5)]) {
+    for (call, coefficient) in
+        [Call::Copy, Call::Launch, Call::Record, Call::Wait].into_iter().flat_map(|call| [(call, 1.0), (call, 0.5)])
+    {
         let on = on.another();
         let way = Way { need: vec![1, 0], offered: vec![0, 1] };
         let trial = Trial { way, coefficient: Some(coefficient), guesses: true, replaced: None, given_up: false };
@@ -397,7 +400,8 @@ fn what_cannot_guess_is_refused(on: &Subject) {
         assert!(error.contains(said), "{error}");
     };
     let all = right(&[0]);
-    let begun = |rig: &Rig<'_>| rig.optimizer.overlap_begin_speculative(&order(rig, &all.way.need), &rig.scenario.groups_at(0));
+    let begun =
+        |rig: &Rig<'_>| rig.optimizer.overlap_begin_speculative(&order(rig, &all.way.need), &rig.scenario.groups_at(0));
     let rig_without = Rig::new(on, scenario(), 1);
     refused(begun(&rig_without), "open a second copy first");
     for placement in [Placement::Host, Placement::Hybrid(HostShare::Fixed(0.5))] {
@@ -405,7 +409,11 @@ fn what_cannot_guess_is_refused(on: &Subject) {
         rig.optimizer.open_second().unwrap();
         refused(begun(&rig), "use placement stream");
     }
-    let tensors = vec![Tensor::f32(100), Tensor::of(64, Dtype::Bf16, Dtype::Bf16).master(), Tensor::of(9, Dtype::Bf16, Dtype::Bf16).master()];
+    let tensors = vec![
+        Tensor::f32(100),
+        Tensor::of(64, Dtype::Bf16, Dtype::Bf16).master(),
+        Tensor::of(9, Dtype::Bf16, Dtype::Bf16).master(),
+    ];
     let scenario = Scenario { second_table: Some(2), second_resident: true, ..Scenario::new(tensors, 2, 4096) };
     let trials = [Trial { way: Way { need: vec![0; 3], offered: vec![1] }, ..right(&[]) }];
     let (rig, scales) = (rig(on, &scenario, 1), Scales::new(on, &trials));

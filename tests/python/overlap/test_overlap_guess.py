@@ -212,7 +212,7 @@ def weights_replaced(run: Run) -> None:
 
 
 def weights_replaced_in_silence(run: Run) -> None:
-    list(run.model.parameters())[0].data[3:7] = 0.5
+    next(run.model.parameters()).data[3:7] = 0.5
 
 
 def masters_replaced(run: Run) -> None:
@@ -235,8 +235,8 @@ def synchronized(run: Run) -> None:
 
 
 BETWEEN = [
-    state_dict, looked_up, state_written, loaded, weights_replaced, weights_replaced_in_silence, masters_replaced, asleep,
-    evaluated, synchronized,
+    state_dict, looked_up, state_written, loaded, weights_replaced, weights_replaced_in_silence, masters_replaced,
+    asleep, evaluated, synchronized,
 ]  # fmt: skip
 
 
@@ -574,7 +574,9 @@ def test_what_cannot_speculate_is_refused(device: torch.device) -> None:
 
     refused("is for steps with max_grad_norm", half(device))
     for placement in ("resident", "host", "hybrid"):
-        refused(f"needs placement='stream', and this is '{placement}'", half(device), max_grad_norm=1.0, placement=placement)
+        refused(
+            f"needs placement='stream', and this is '{placement}'", half(device), max_grad_norm=1.0, placement=placement
+        )
     refused("parameter 0 of group 0 in torch.bfloat16 has none", half(device), max_grad_norm=1.0, master_weights=False)
     mixed = half(device)
     mixed[2].to(torch.float32)
@@ -589,6 +591,6 @@ def test_a_group_without_masters_that_is_added_is_refused(device: torch.device) 
     handle = forebay.overlap_step(model, optimizer, speculate=True)
     model[2].to(torch.float32)
     optimizer.add_param_group({"params": list(model[2].parameters())})
-    with pytest.raises(OptionError, match="parameter 0 of group 1 in torch.float32 has none"):
+    with pytest.raises(OptionError, match=r"parameter 0 of group 1 in torch\.float32 has none"):
         model(torch.zeros((2, 24), dtype=torch.bfloat16, device=device))
     handle.remove()

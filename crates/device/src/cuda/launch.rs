@@ -413,8 +413,7 @@ impl Kernels {
         let filled: Vec<&Mastered> = pairs.iter().filter(|pair| pair.master.bytes() > 0).collect();
         for alike in filled.chunk_by(|a, b| a.dtype == b.dtype) {
             for some in alike.chunks(MAX_MASTERED) {
-                let mut raw =
-                    RawMasters { differ, pairs: 0, unused: 0, pair: [RawMastered::default(); MAX_MASTERED] };
+                let mut raw = RawMasters { differ, pairs: 0, unused: 0, pair: [RawMastered::default(); MAX_MASTERED] };
                 let mut blocks = 0u64;
                 for (raw_pair, pair) in raw.pair.iter_mut().zip(some) {
                     let (weight, master) = (pair.weight.addr() as u64, pair.master.addr() as u64);

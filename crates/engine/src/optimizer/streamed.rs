@@ -17,14 +17,14 @@ pub(super) fn run(pipeline: &Pipeline, step: TableStep<'_>, inputs: &StepInputs,
 
 /// Where a chunk's state comes from and goes to, and what is done with it on the way.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Route<'a> {
+pub(super) struct Way<'a> {
     pub(super) from: Side,
     /// `None` if the state is used and not stored.
     pub(super) to: Option<Side>,
     pub(super) work: Work<'a>,
 }
 
-impl Default for Route<'_> {
+impl Default for Way<'_> {
     /// That of a plain step.
     fn default() -> Self {
         Self { from: Side::Current, to: Some(Side::Current), work: Work::Update }
@@ -39,36 +39,36 @@ pub(super) fn run_chunk(
     inputs: &StepInputs,
     compute: &Stream,
 ) -> Result<()> {
-    run_chunk_on(pipeline, step, index, inputs, compute, Route::default())
+    run_chunk_on(pipeline, step, index, inputs, compute, Way::default())
 }
 
-/// The same on a route.
+/// The same on a way.
 pub(super) fn run_chunk_on(
     pipeline: &Pipeline,
     step: TableStep<'_>,
     index: usize,
     inputs: &StepInputs,
     compute: &Stream,
-    route: Route<'_>,
+    way: Way<'_>,
 ) -> Result<()> {
     let chunk = &step.plan().chunks()[index];
-    if !step.has_work(chunk) && !matches!(route.work, Work::Carry) {
+    if !step.has_work(chunk) && !matches!(way.work, Work::Carry) {
         return Ok(());
     }
     let (device, rule) = (&**pipeline.device(), step.table.rule());
-    let launch = |segments: &Segments| inputs.launch_work(device, compute, rule, segments, route.work);
+    let launch = |segments: &Segments| inputs.launch_work(device, compute, rule, segments, way.work);
     let bucket = &step.plan().buckets()[chunk.bucket];
     if bucket.columns.is_empty() && !bucket.on_host {
         // Nothing travels.
         return launch(&segments(step, chunk, None)?);
     }
     let (slot, prepared) = pipeline.acquire_while(|memory| -> Result<_> {
-        Ok((ChunkCopies::new(step, chunk, route)?, segments(step, chunk, Some(memory))?))
+        Ok((ChunkCopies::new(step, chunk, way)?, segments(step, chunk, Some(memory))?))
     })?;
     let (ChunkCopies { fetch, store }, segments) = prepared?;
     let slot = pipeline.fetch(slot, &fetch.host, &fetch.slot)?;
     let slot = pipeline.update(slot, compute, |_, _| launch(&segments))?;
-    if route.to.is_none() {
+    if way.to.is_none() {
         pipeline.release(slot);
         return Ok(());
     }
@@ -106,10 +106,10 @@ struct ChunkCopies {
 }
 
 impl ChunkCopies {
-    fn new(step: TableStep<'_>, chunk: &Chunk, route: Route<'_>) -> Result<Self> {
+    fn new(step: TableStep<'_>, chunk: &Chunk, way: Way<'_>) -> Result<Self> {
         let (layout, table) = (step.table.in_slot(chunk), step.table);
-        let (from, slot) = (table.chunk_of(route.from, chunk)?, layout.parts());
-        let to = route.to.map_or(Ok(Vec::new()), |side| table.chunk_of(side, chunk))?;
+        let (from, slot) = (table.chunk_of(way.from, chunk)?, layout.parts());
+        let to = way.to.map_or(Ok(Vec::new()), |side| table.chunk_of(side, chunk))?;
         let fetch = Copies { host: from, slot: slot.clone() };
         let mut copies = Self { fetch, store: Copies { host: to, slot } };
         if !step.plan().buckets()[chunk.bucket].on_host {

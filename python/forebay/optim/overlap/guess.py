@@ -2,10 +2,10 @@
 
 [Note: a step that guesses]
 The engine updates on a second copy of the state, as if nothing were clipped; see [Note: a guess] in its ``guess.rs``.
-Until ``step`` all can be taken back: ``Overlap.discard`` brings weights and gradients back, and the step is then one of
-those that run under the next forward. So what is an error in a step that does not clip (gradients that are changed or
-read after the last backward, another learning rate, ``GradScaler``) is only a guess in vain here. Reading a parameter is
-an error in both.
+Until ``step`` all can be taken back: ``Overlap.discard`` brings weights and gradients back, and the step is then one
+of those that run under the next forward. So what is an error in a step that does not clip (gradients that are changed
+or read after the last backward, another learning rate, ``GradScaler``) is only a guess in vain here. Reading a
+parameter is an error in both.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Chances:
     """Whether the next step should guess: by the norms of all steps before it.
 
     A norm is read one step after it was computed, from memory to which it was copied meanwhile: the device has passed
-    that point before the next forward, so this does not hold it up. Norms are the same on all ranks, and read in the same
-    step on all of them, so all ranks decide alike.
+    that point before the next forward, so this does not hold it up. Norms are the same on all ranks, and read in the
+    same step on all of them, so all ranks decide alike.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Chances:
         self._unread = host, record_event(norm.device), limit
 
     def fail(self) -> None:
-        """A guess was given up: what made it useless may be there in the next steps too."""
+        """Pause after a guess that was given up: what made it useless may be there in the next steps too."""
         self._pause = PAUSE
 
     def allow(self) -> bool:
@@ -76,7 +76,7 @@ def check(optimizer: Optimizer) -> None:
     options = optimizer._options
     if options.max_grad_norm is None:
         raise OptionError(
-            "speculate=True is for steps with max_grad_norm; leave it out: without a norm every update in backward counts"
+            "speculate=True is for steps with max_grad_norm; leave it out: without it updates run in backward anyway"
         )
     if options.placement != "stream":
         raise OptionError(
@@ -85,8 +85,8 @@ def check(optimizer: Optimizer) -> None:
         )
     if with_backend(engine_name(optimizer._choose_device()), options.backend).startswith("torch:"):
         raise OptionError(
-            "speculate=True does not work on devices that are driven through torch, which have no kernel to bring weights "
-            "back; leave it out"
+            "speculate=True does not work on devices that are driven through torch, which have no kernel to bring "
+            "weights back; leave it out"
         )
     check_masters(optimizer)
 
@@ -97,8 +97,8 @@ def check_masters(optimizer: Optimizer) -> None:
         dtype = local(parameter).dtype
         if parameter.requires_grad and not optimizer._options.keeps_master(dtype):
             raise OptionError(
-                f"speculate=True needs a master for each trained parameter, and {optimizer._name_of(parameter)} in {dtype} "
-                "has none; train in bf16 or f16 with master_weights, or leave speculate out"
+                f"speculate=True needs a master for each trained parameter, and {optimizer._name_of(parameter)} in "
+                f"{dtype} has none; train in bf16 or f16 with master_weights, or leave speculate out"
             )
 
 

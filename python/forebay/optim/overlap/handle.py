@@ -33,8 +33,8 @@ def overlap_step(
 
     Without ``max_grad_norm``, each gradient is used as soon as it is final, during the last backward before a step, and
     its memory is freed after its update. With ``max_grad_norm``, updates begin at ``step`` and run under the next
-    forward. ``step`` returns at once. Whoever reads a parameter before its update waits for it: modules before their
-    forward, and any use through torch.
+    forward, or in backward with ``speculate``. ``step`` returns at once. Whoever reads a parameter before its update
+    waits for it: modules before their forward, and any use through torch.
 
     The training loop stays as it is, with the last backward marked by ``with optimizer.last_backward():``, or without a
     mark if ``accumulation_steps`` is given. A gradient that was taken cannot be read, changed or added to: this raises
@@ -52,10 +52,11 @@ def overlap_step(
         How many backwards make a step. None if ``last_backward`` marks the last one.
     speculate
         With ``max_grad_norm``, let updates run in backward too, on a second copy of the state, as if nothing were
-        clipped. If nothing was, the second copy becomes the state; else everything is done again from the first. The bits
-        are those of the plain step in either case. Needs ``placement="stream"``, a master for each trained parameter, and
-        twice the pinned memory, within ``pinned_budget_bytes``. A step guesses only if none of the last eight norms was
-        above 0.9 of the limit; ``stats()`` has how often steps did (``speculated``) and were right (``accepted``).
+        clipped. If nothing was, the second copy becomes the state; else everything is done again from the first. The
+        bits are those of the plain step in either case. Needs ``placement="stream"``, a master for each trained
+        parameter, and twice the pinned memory, within ``pinned_budget_bytes``. A step guesses only if none of the last
+        eight norms was above 0.9 of the limit; ``stats()`` has how often steps did (``speculated``) and were right
+        (``accepted``).
     overlap_bytes
         GPU memory of the ring through which state streams while updates are hidden.
 
@@ -141,7 +142,7 @@ class OverlappedStep:
         """Return statistics of the last step. Does not wait for the device.
 
         ``exposed_s`` are the seconds that forwards and other readers waited for updates, as far as they have ended.
-        ``speculated`` steps so far have updated before it was known whether they clip, and ``accepted`` of them did not.
+        ``speculated`` steps so far have updated before it was known whether they clip; ``accepted`` of them did not.
         ``freed_bytes`` are the bytes of gradients that were freed before the last gradient of the backward was final.
         """
         return self._overlap.stats()

@@ -29,7 +29,7 @@ use crate::flow::{Mark, Marks};
 use crate::memory::{Allocator, Lease};
 use crate::optimizer::segments::Work;
 use crate::optimizer::sides::Side;
-use crate::optimizer::streamed::Route;
+use crate::optimizer::streamed::Way;
 use crate::plan::TensorSpec;
 use crate::sync::lock;
 
@@ -104,10 +104,10 @@ impl Guess {
     }
 
     /// Where a unit's state comes from and goes to after the decision.
-    pub(super) fn route(&self, layout: &Layout, unit: usize) -> Route<'static> {
+    pub(super) fn way(&self, layout: &Layout, unit: usize) -> Way<'static> {
         let from = if self.moved[layout.units[unit].table] { Side::Other } else { Side::Current };
         let work = if self.again[unit] { Work::Again } else { Work::Update };
-        Route { from, to: Some(Side::Current), work }
+        Way { from, to: Some(Side::Current), work }
     }
 }
 
@@ -134,8 +134,8 @@ impl Worker {
         let flag = memory.flag(unit)?;
         // From here on its weights may be overwritten.
         step.guess.iter_mut().for_each(|guess| guess.ran.push(unit));
-        let route = Route { from: Side::Current, to: Some(Side::Other), work: Work::Guess(&flag) };
-        self.run_unit(step, unit, route)?;
+        let way = Way { from: Side::Current, to: Some(Side::Other), work: Work::Guess(&flag) };
+        self.run_unit(step, unit, way)?;
         step.schedule.ran(unit);
         lock(&self.report).ran(unit, step.schedule.layout().units[unit].bytes, false);
         Ok(true)
@@ -197,8 +197,8 @@ impl Worker {
     /// Carries one unit without a gradient over; whether there was one.
     pub(super) fn carry(&self, step: &mut Step) -> Result<bool> {
         let Some(unit) = step.guess.as_mut().and_then(|guess| guess.carried.pop()) else { return Ok(false) };
-        let route = Route { from: Side::Other, to: Some(Side::Current), work: Work::Carry };
-        self.run_unit(step, unit, route)?;
+        let way = Way { from: Side::Other, to: Some(Side::Current), work: Work::Carry };
+        self.run_unit(step, unit, way)?;
         Ok(true)
     }
 
@@ -210,9 +210,9 @@ impl Worker {
         self.fetch_flags(&guess.memory)?;
         guess.memory.answered.synchronize()?;
         let answer = crate::optimizer::read_f32(&self.device, &guess.memory.answer.part(0)?)?;
-        let route = Route { from: Side::Current, to: None, work: Work::Restore };
+        let way = Way { from: Side::Current, to: None, work: Work::Restore };
         let overwritten = guess.ran.iter().filter(|&&unit| answer[1 + unit] == 0.0);
-        overwritten.copied().try_for_each(|unit| self.run_unit(step, unit, route))?;
+        overwritten.copied().try_for_each(|unit| self.run_unit(step, unit, way))?;
         pipeline.drain()?;
         self.points.record(&self.stream).and_then(|point| self.points.wait(point, None))
     }
@@ -224,7 +224,10 @@ pub(super) fn check(device: &SharedDevice, has_second: bool, on_host: bool) -> R
         Err(Error::InvalidOption { option: "speculative step", value: value.to_owned(), remedy: remedy.to_owned() })
     };
     if device.info().backend == Backend::Torch {
-        return refuse("on the backend torch", "only cpu and cuda have its kernels; begin a step that is not speculative");
+        return refuse(
+            "on the backend torch",
+            "only cpu and cuda have its kernels; begin a step that is not speculative",
+        );
     }
     if on_host {
         return refuse("with updates on the host", "use placement stream");

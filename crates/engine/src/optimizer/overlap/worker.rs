@@ -17,7 +17,7 @@ use super::schedule::{Part, Schedule};
 use super::step::{Message, Step};
 use crate::error::{Error, Result};
 use crate::optimizer::segments::{Segments, TableStep};
-use crate::optimizer::streamed::{self, Route};
+use crate::optimizer::streamed::{self, Way};
 use crate::snapshot::Stepping;
 use crate::sync::{Mutex, lock};
 
@@ -109,9 +109,9 @@ impl Worker {
     /// Submits the chunk that is needed first, if one may run.
     fn run_chunk(&self, step: &mut Step) -> Result<bool> {
         let Some(unit) = step.schedule.next(true) else { return Ok(false) };
-        let route = step.guess.as_ref().map_or_else(Route::default, |guess| guess.route(step.schedule.layout(), unit));
+        let way = step.guess.as_ref().map_or_else(Way::default, |guess| guess.way(step.schedule.layout(), unit));
         let late = self.follow(step, unit)?;
-        self.run_unit(step, unit, route)?;
+        self.run_unit(step, unit, way)?;
         let pipeline = step.pipeline.clone().ok_or_else(crate::optimizer::no_ring)?;
         let of = &step.schedule.layout().units[unit];
         let (bytes, on_host) = (of.bytes, of.on_host);
@@ -125,12 +125,12 @@ impl Worker {
     }
 
     /// Submits the chunk of a unit.
-    pub(super) fn run_unit(&self, step: &Step, unit: usize, route: Route<'_>) -> Result<()> {
+    pub(super) fn run_unit(&self, step: &Step, unit: usize, way: Way<'_>) -> Result<()> {
         let of = &step.schedule.layout().units[unit];
         let (Some(pipeline), Part::Chunk(chunk)) = (&step.pipeline, of.part) else {
             return Err(crate::optimizer::no_ring());
         };
-        streamed::run_chunk_on(pipeline, step.table(of.table), chunk, &step.values, &self.stream, route)
+        streamed::run_chunk_on(pipeline, step.table(of.table), chunk, &step.values, &self.stream, way)
     }
 
     /// Submits tensors whose state is on the device, those needed first; as many as one launch should have.
