@@ -19,6 +19,7 @@ forebay_device::on_devices! {
         a_right_guess_makes_the_other_copy_the_state,
         a_wrong_guess_is_done_again_from_the_first_copy,
         weights_that_were_replaced_count_as_in_a_plain_step,
+        a_chunk_that_was_held_guesses_again_in_the_next_step,
         what_has_no_gradient_is_carried_over,
         a_step_that_is_given_up_changes_nothing,
         an_optimizer_is_closed_or_dropped_in_the_middle_with_its_weights,
@@ -259,6 +260,24 @@ fn weights_that_were_replaced_count_as_in_a_plain_step(on: &Subject) {
             }
         }
     }
+}
+
+fn a_chunk_that_was_held_guesses_again_in_the_next_step(on: &Subject) {
+    let all: Vec<usize> = (0..model().len()).collect();
+    let trials = [Trial { replaced: Some(2), ..right(&all) }, right(&all)];
+    let (rig, scales) = (rig(on, &scenario(), 2), Scales::new(on, &trials));
+    let units = rig.plan().chunks().len() as u64;
+    let mut again = Vec::new();
+    for (at, trial) in trials.iter().enumerate() {
+        trial.replaced.iter().for_each(|&tensor| replace(on, &rig, tensor));
+        begin(&rig, at, trial).unwrap();
+        until("all updates", || rig.optimizer.overlap_stats().early_units == units);
+        commit(&rig, at, trial, &scales).unwrap();
+        rig.synchronize();
+        again.push(rig.optimizer.overlap_stats().late_units);
+    }
+    assert!(again[0] > 0 && again[0] < units && again[1] == 0, "{again:?}");
+    rig.outcome().assert_has(&plain(on, &scenario(), &trials, &scales), "plain steps");
 }
 
 fn what_has_no_gradient_is_carried_over(on: &Subject) {

@@ -169,11 +169,12 @@ impl Overlap {
     pub(in crate::optimizer) fn finish_tensor(&self, table: usize, tensor: usize) -> Result<()> {
         self.check_not_open()?;
         let front = lock(&self.front);
-        let number = front.layout.number(table, tensor).filter(|_| !front.guesses);
         if front.guesses {
+            // Its state may move with that of others, also if it has no update.
             drop(front);
             return self.finish();
         }
+        let number = front.layout.number(table, tensor);
         drop(front);
         number.map_or(Ok(()), |number| self.handover.wait(Some(&[number])).map(drop))
     }

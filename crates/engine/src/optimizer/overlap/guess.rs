@@ -141,13 +141,12 @@ impl Worker {
         Ok(true)
     }
 
-    /// Lets the answer come to the host, behind all updates so far.
+    /// Lets the answer come to the host, behind all updates so far. The commit's mark was reached.
     fn ask(&self, step: &mut Step) -> Result<()> {
         let Some(guess) = &mut step.guess else { return Ok(()) };
         guess.phase = Phase::Asked;
-        if let Some(mark) = step.commit.take() {
-            mark.wait(&self.stream)?;
-        }
+        // It was seen to be reached, so all that is submitted from now on comes after it.
+        step.commit = None;
         if guess.ran.is_empty() {
             guess.phase = Phase::Decided;
             step.schedule.reach_commit();
