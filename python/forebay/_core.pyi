@@ -479,6 +479,10 @@ class Optimizer:
         """
         Open a device for a rule; nothing is pinned or allocated yet. `options` are those of `forebay.optim.options`.
         """
+    def _exchange_for_test(self, /) -> None:
+        """
+        Make the other copy of all state the current one, whatever it holds, for tests.
+        """
     def _fail_on_host_for_test(self, /) -> None:
         """
         Make the next update on the host's threads fail, for tests.
@@ -496,6 +500,10 @@ class Optimizer:
     def close_ring(self, /) -> None:
         """
         Wait for every store and free the ring, unless others use it. State stays, and `open_ring` makes steps possible.
+        """
+    def close_second(self, /) -> None:
+        """
+        Wait for every store and free the copy that is not current.
         """
     @property
     def closed(self, /) -> bool:
@@ -516,9 +524,19 @@ class Optimizer:
         Forget gradients that were copied early, all or one tensor's, once the copies have ended.
         """
     @property
+    def generation(self, /) -> int:
+        """
+        A number that grows whenever the memory that `view` gives has moved.
+        """
+    @property
     def has_ring(self, /) -> bool:
         """
         Whether the ring is there.
+        """
+    @property
+    def has_second(self, /) -> bool:
+        """
+        Whether there is a second copy.
         """
     def host_kernel(self, /) -> str | None:
         """
@@ -539,6 +557,10 @@ class Optimizer:
     def open_ring(self, /, addr: SupportsIndex, owner: Any, stream: SupportsIndex) -> None:
         """
         Make the ring in memory that `owner` keeps alive, or on the device itself where the address is 0.
+        """
+    def open_second(self, /) -> None:
+        """
+        Pin a second copy of all state, now and for tables that are added later. An error names the bytes of both copies.
         """
     def overlap_abort(self, /) -> None:
         """

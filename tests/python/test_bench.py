@@ -282,7 +282,7 @@ def test_the_hosts_time_in_a_step_is_taken_apart(tmp_path: Path, without: str) -
 def overlap(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict]:
     pytest.importorskip("transformers")
     path = tmp_path_factory.mktemp("overlap") / "overlap.json"
-    rows = "resident,stream,overlap,overlap-4gib,clip-overlap"
+    rows = "resident,stream,overlap,overlap-4gib,clip-overlap,speculate,speculate-4gib"
     options = ["--small", "--device", "cpu", "--steps", "2", "--rows", rows, "--commit", "abc", "--json", path]
     done = run("bench/overlap.py", *options)
     assert done.returncode == 0, done.stderr
@@ -294,7 +294,11 @@ def test_whole_steps_stand_beside_resident_ones(overlap) -> None:
     assert found["is_complete"] is True
     assert found["commit"] == "abc"
     rows = {row["name"]: row for row in found["rows"]}
-    assert list(rows) == ["resident", "stream", "overlap", "overlap-4gib", "clip-overlap"]
+    names = ["resident", "stream", "overlap", "overlap-4gib", "clip-overlap", "speculate", "speculate-4gib"]
+    assert list(rows) == names
+    for name in names[-2:]:
+        handle = rows[name]["stats"]["handle"]
+        assert handle["accepted"] == handle["speculated"] > 0
     assert rows["resident"]["times_resident"] == 1
     for row in rows.values():
         assert row["label"] in done.stdout
@@ -329,11 +333,12 @@ def test_overlapped_steps_have_the_bits_of_plain_ones(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     path = tmp_path / "checks.json"
     small = ["--small", "--device", "cpu", "--check", "--check-steps", "3", "--json", path]
-    done = run("bench/overlap.py", *small, "--rows", "overlap,overlap-4gib,hybrid-overlap")
+    done = run("bench/overlap.py", *small, "--rows", "overlap,overlap-4gib,hybrid-overlap,speculate")
     assert done.returncode == 0, done.stderr
     checks = json.loads(path.read_text())["checks"]
     names = [check["name"] for check in checks]
-    assert list(dict.fromkeys(names)) == ["resident", "overlap", "overlap-4gib", "hybrid-overlap"]
+    assert list(dict.fromkeys(names)) == ["resident", "overlap", "overlap-4gib", "hybrid-overlap", "speculate"]
+    assert not any("cannot_run" in check for check in checks if check["name"] == "speculate")
     assert all(check["differing"] == [] for check in checks if "cannot_run" not in check)
 
 

@@ -25,6 +25,17 @@ impl Dtype {
     }
 }
 
+/// A run of weights with the masters that they are roundings of.
+#[derive(Debug, Clone)]
+pub struct Mastered {
+    /// The weights.
+    pub weight: Region,
+    /// Their type.
+    pub dtype: Dtype,
+    /// As many f32 masters.
+    pub master: Region,
+}
+
 /// Everything a device can compute. Operands lie on the device, with every backend.
 #[derive(Debug, Clone)]
 pub enum Kernel<'a> {
@@ -73,6 +84,18 @@ pub enum Kernel<'a> {
         /// From and to.
         pairs: &'a [(Region, Region)],
     },
+    /// Sets an f32 to 1 if the rounding of some master is not its weight, and leaves it as it is if all are.
+    CompareMasters {
+        /// Weights and their masters.
+        pairs: &'a [Mastered],
+        /// What is set.
+        differ: Region,
+    },
+    /// Writes the rounding of each master to its weight.
+    RoundMasters {
+        /// Weights and their masters.
+        pairs: &'a [Mastered],
+    },
     /// Keeps the stream busy, so that a missing wait shows.
     Spin {
         /// For how long.
@@ -92,6 +115,8 @@ impl Kernel<'_> {
             Self::CountDifferences { .. } => "count differences",
             Self::Update(update) => update.rule.name,
             Self::CopyPairs { .. } => "copy pairs",
+            Self::CompareMasters { .. } => "compare masters",
+            Self::RoundMasters { .. } => "round masters",
             Self::Spin { .. } => "spin",
             Self::Trap => "trap",
         }
@@ -124,6 +149,14 @@ impl Kernel<'_> {
             Self::CopyPairs { pairs } => pairs.iter().try_for_each(|(from, to)| {
                 visit(from, false)?;
                 visit(to, true)
+            }),
+            Self::CompareMasters { pairs, differ } => {
+                visit(differ, true)?;
+                pairs.iter().flat_map(|pair| [&pair.weight, &pair.master]).try_for_each(|region| visit(region, false))
+            }
+            Self::RoundMasters { pairs } => pairs.iter().try_for_each(|pair| {
+                visit(&pair.master, false)?;
+                visit(&pair.weight, true)
             }),
             Self::Spin { .. } | Self::Trap => Ok(()),
         }
@@ -185,6 +218,31 @@ impl Kernel<'_> {
                     }
                 }
                 update.segments.iter().try_for_each(|segment| segment.check(update.rule, update.scalars.len()))
+            }
+            Self::CompareMasters { pairs, .. } | Self::RoundMasters { pairs } => {
+                if let Self::CompareMasters { differ, .. } = self {
+                    words(differ, 4)?;
+                    if differ.bytes() != 4 {
+                        return refuse(format!("a flag of {} bytes, which is one f32", differ.bytes()));
+                    }
+                }
+                pairs.iter().try_for_each(|Mastered { weight, dtype, master }| {
+                    words(weight, dtype.bytes())?;
+                    words(master, 4)?;
+                    if weight.bytes() / dtype.bytes() != master.bytes() / 4 || master.bytes() / 4 > u64::from(u32::MAX)
+                    {
+                        return refuse(format!(
+                            "{} bytes of weights of {} bytes each, and {} bytes of f32 masters",
+                            weight.bytes(),
+                            dtype.bytes(),
+                            master.bytes()
+                        ));
+                    }
+                    if weight.overlaps(master) {
+                        return refuse(format!("{weight:?} overlaps {master:?}"));
+                    }
+                    Ok(())
+                })
             }
             Self::CopyPairs { pairs } => pairs.iter().try_for_each(|(from, to)| {
                 if from.bytes() != to.bytes() || from.bytes() > u64::from(u32::MAX) {

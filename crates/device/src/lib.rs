@@ -60,7 +60,7 @@ pub use cuda::{CudaDevice, CudaOptions};
 pub use device::{Backend, Counters, Device, Entered, Info, Memory, SharedDevice};
 pub use error::{Error, Result};
 pub use host::{HostOptions, HostThreads, HostUpdate, HostWork, host_cores, host_kernels};
-pub use kernel::{Dtype, Kernel};
+pub use kernel::{Dtype, Kernel, Mastered};
 pub use memory::{ALIGN_BYTES, Buffer, DeviceId, PIECE_BYTES, Place, Region, Slab, SlabLayout};
 pub use pinned::{HostMemory, PinStats, faulted_bytes};
 pub use registry::PerProcess;

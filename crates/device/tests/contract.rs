@@ -30,6 +30,8 @@ mod fork;
 mod host;
 #[path = "contract/kernels.rs"]
 mod kernels;
+#[path = "contract/masters.rs"]
+mod masters;
 #[path = "contract/memory.rs"]
 mod memory;
 #[path = "contract/opening.rs"]

@@ -169,6 +169,10 @@ enum Action {
     GiveUp,
     /// Writes other state, as a load does.
     Load,
+    /// Moves the state to the other side of its memory.
+    Exchange,
+    /// Gives that other side up.
+    CloseSecond,
     /// Reads whether a step would wait.
     Look,
     Pause(u64),
@@ -187,6 +191,8 @@ fn action() -> impl Strategy<Value = Action> {
         1 => Just(Action::Join),
         1 => Just(Action::GiveUp),
         1 => Just(Action::Load),
+        2 => Just(Action::Exchange),
+        1 => Just(Action::CloseSecond),
         1 => Just(Action::Look),
         1 => (0..2000u64).prop_map(Action::Pause),
     ]
@@ -292,6 +298,16 @@ impl CopyRun<'_> {
                 }
                 self.is_exact = false;
             }
+            Action::Exchange => {
+                let state = values(self.on, &self.rig);
+                self.rig.optimizer.open_second().unwrap();
+                self.rig.optimizer.exchange().unwrap();
+                self.rig.optimizer.protect_all().unwrap();
+                for (key, region) in regions(&self.rig) {
+                    self.on.write(&state[&key], &region).unwrap();
+                }
+            }
+            Action::CloseSecond => self.rig.optimizer.close_second().unwrap(),
             Action::Look => {
                 if let Some((saving, _)) = &self.saving {
                     saving.snapshot.is_safe();
@@ -308,7 +324,7 @@ impl CopyRun<'_> {
     }
 }
 
-/// Steps, faults, saves, loads and ends in any order; every save that comes through has the state of its call, and the
+/// Steps, faults, saves, loads, exchanges of sides and ends in any order; every save that comes through has the state of its call, and the
 /// steps have the bits of steps without any save.
 fn what_is_saved_is_of_one_moment(on: &Subject) {
     let cases = cases(if on.kind.is_cuda() { 20 } else { 70 });

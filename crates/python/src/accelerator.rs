@@ -352,6 +352,11 @@ impl Driver for Accelerator {
                 let (a, b, count) = (part(py, a)?, part(py, b)?, part(py, count)?);
                 driver.call_method1("count_differences", (object(stream)?, a, b, count)).map(drop)
             }),
+            // For steps that update on a second copy of the state, which this backend refuses before it comes here.
+            Kernel::CompareMasters { .. } | Kernel::RoundMasters { .. } => Err(Error::BadOperands {
+                operation: kernel.name(),
+                reason: "the backend torch does not have this kernel".to_owned(),
+            }),
             Kernel::Spin { ns } => {
                 self.call("spin", |_, driver| driver.call_method1("spin", (object(stream)?, ns)).map(drop))
             }

@@ -20,6 +20,7 @@ mod measure;
 mod optimizer;
 mod overlap;
 mod rule;
+mod second;
 mod sleep;
 mod testing;
 #[expect(unsafe_code, reason = "torch's memory and streams come as numbers")]

@@ -28,7 +28,7 @@ impl Optimizer {
     }
 
     /// Open an overlapped step. `order` has a number for each tensor of each table: smaller is needed earlier by the next
-    /// forward.
+    /// forward. A speculative one updates on the second copy of the state until its commit says whether it is clipped.
     #[pyo3(signature = (order, hypers, speculative=false))]
     fn overlap_begin(
         &self,
@@ -39,13 +39,10 @@ impl Optimizer {
     ) -> PyResult<()> {
         guard::run(py, || {
             if speculative {
-                return Err(forebay::Error::InvalidOption {
-                    option: "speculative",
-                    value: "True".to_owned(),
-                    remedy: "this engine does not update on a second copy of the state; leave it out".to_owned(),
-                });
+                self.inner.overlap_begin_speculative(&order, &hypers)
+            } else {
+                self.inner.overlap_begin(&order, &hypers)
             }
-            self.inner.overlap_begin(&order, &hypers)
         })
     }
 
@@ -130,7 +127,7 @@ impl Optimizer {
         guard::run(py, || self.inner.overlap_finish())
     }
 
-    /// Give an open step up; an error if some of it was submitted.
+    /// Give an open step up; an error if some of it was submitted, unless it is speculative: then all is as it was.
     fn overlap_abort(&self, py: Python<'_>) -> PyResult<()> {
         guard::run(py, || self.inner.overlap_abort())
     }

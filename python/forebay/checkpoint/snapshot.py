@@ -53,13 +53,15 @@ class Snapshot:
         engines = [one._engine for one in _keepers(optimizers) if one._engine is not None]
         room = _room() if budget_bytes is None else budget_bytes
         try:
-            others = _leaves(state, _pinned(optimizers))
+            pinned, others = _sorted(state, _pinned(optimizers))
             # If all tensors fit, it does not matter which of them steps change.
             is_short = sum(local(tensor).nbytes for tensor in others) > room
             stepped = _stepped(optimizers) if is_short else {}
             # Tensors that no step waits for are copied first.
             others.sort(key=lambda tensor: is_short and address(local(tensor)) in stepped)
             replaced = self._copy(others, room)
+            # Tensors of their own: those of the optimizer follow its state when that moves.
+            replaced.update((id(tensor), state_like(tensor, local(tensor).detach())) for tensor in pinned)
             self.state = _rebuilt(state, replaced)
             if uncopied := {id(tensor) for tensor in others} - replaced.keys():
                 named, _ = flatten_state_dict(self.state)
@@ -190,19 +192,29 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _leaves(value: Any, pinned: set[int]) -> list[torch.Tensor]:
-    """Return the tensors in nested state that the engine does not keep.
+def _sorted(state: Any, pinned: set[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the tensors in nested state that the engine keeps, and all others.
 
-    This includes tensors in the engine's memory whose elements are in another order than in a file: torch would read
-    that memory to put them in order, and the engine would not know of it.
+    The others include tensors in the engine's memory whose elements are in another order than in a file: torch would
+    read that memory to put them in order, and the engine would not know of it.
     """
+    kept: list[torch.Tensor] = []
+    others: list[torch.Tensor] = []
+    for tensor in _leaves(state):
+        inner = local(tensor)
+        is_kept = inner.numel() and address(inner) in pinned and _is_plain(inner)
+        (kept if is_kept else others).append(tensor)
+    return kept, others
+
+
+def _leaves(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested state."""
     if isinstance(value, torch.Tensor):
-        inner = local(value)
-        return [] if inner.numel() and address(inner) in pinned and _is_plain(inner) else [value]
+        return [value]
     if isinstance(value, dict):
-        return [leaf for item in value.values() for leaf in _leaves(item, pinned)]
+        return [leaf for item in value.values() for leaf in _leaves(item)]
     if isinstance(value, (list, tuple)):
-        return [leaf for item in value for leaf in _leaves(item, pinned)]
+        return [leaf for item in value for leaf in _leaves(item)]
     return []
 
 

@@ -655,6 +655,7 @@ class Optimizer(torch.optim.Optimizer):
                 self._engine.synchronize()
             elif (home := self._homes.get(id(parameter))) is not None:
                 self._engine.settle(*home)
+            self.state.follow(parameter)
         if self.state.fresh:
             # The first step makes each master from its weight. A reader before that step must see the master too. This
             # comes after the wait: a store of neighbours in the same chunk may still be writing the zeros.
@@ -760,6 +761,8 @@ class Optimizer(torch.optim.Optimizer):
             _trace.leaves(self)
             if self._overlap is not None:
                 self._overlap.close()
+            # Tensors that stay in use show the state, not what another copy of it had.
+            self.state.follow()
             self._engine.close()
         self._landed.close()
         self.state.forget_taken()

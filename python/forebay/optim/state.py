@@ -92,6 +92,8 @@ class Room:
     is_resident: bool = False
     # A dict that was removed and still shows this memory.
     taken: weakref.ref[ParameterState] | None = None
+    # The engine's number of the places that the tensors above have; see `State.follow`.
+    generation: int = 0
 
     @property
     def own(self) -> list[str]:
@@ -104,6 +106,11 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
 
     Looking up one parameter waits only for the stores into that parameter's state. Iterating waits for all stores. A
     step overwrites tensors that were looked up before it: look them up again after the step, or call ``synchronize``.
+
+    [Note: state that moves]
+    With a second copy of the state, a step may write to the other copy, which then becomes the state. The tensors of
+    this object are pointed at it when they are looked up again, or by ``synchronize``; they stay the same objects.
+    Other tensors over the same memory, such as views and slices of them, stay with the copy that they were made from.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -120,6 +127,8 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
         self._shows_hidden = False
         # Whether state was removed and must be reset before the next step.
         self.edited = False
+        # The engine's number of the places that all tensors have.
+        self._generation = 0
 
     # Reading.
 
@@ -134,6 +143,32 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
                 view = local(room.counter if name == STEP else room.views[name])
                 if address(view) != address(origin):
                     view.data = origin
+
+    def follow(self, parameter: torch.Tensor | None = None) -> None:
+        """Point a parameter's tensors, or all, at the engine's memory if it has moved; see [Note: state that moves]."""
+        engine = self._optimizer._engine
+        if engine is None or (generation := engine.generation) == self._generation:
+            return
+        for room in self._rooms_of(parameter):
+            if room.generation != generation:
+                number, index = self._optimizer._homes[id(room.parameter)]
+                for name, origin in room.origins.items():
+                    if origin.numel() and (view := engine.view(number, index, name)) is not None:
+                        self._move(room, name, torch.frombuffer(view, dtype=torch.float32))
+                room.generation = generation
+        if parameter is None:
+            self._generation = generation
+
+    def _move(self, room: Room, name: str, memory: torch.Tensor) -> None:
+        """Point a column's tensor, or the counter, at the same values in other memory."""
+        origin = room.origins[name]
+        if address(memory) == address(origin):
+            return
+        room.origins[name] = moved = memory.as_strided(origin.shape, origin.stride())
+        self.owners.pop(origin.untyped_storage()._cdata, None)
+        self.owners[moved.untyped_storage()._cdata] = (id(room.parameter), name)
+        # The object stays, so that whoever holds it sees the state.
+        local(self.view(room, name)).data = moved
 
     def _rooms_of(self, parameter: torch.Tensor | None) -> Iterable[Room]:
         if parameter is None:

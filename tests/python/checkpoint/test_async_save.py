@@ -13,6 +13,8 @@ import torch
 import forebay
 from forebay import _core, checkpoint
 from forebay.checkpoint import writer
+from forebay.optim.second import open_second
+from support.optim import move_over
 from support.processes import python
 from support.saves import (
     ELEMENTS,
@@ -56,6 +58,27 @@ def test_the_moment_of_the_call_is_saved(kind: str, budget: str, device: torch.d
     twin, its = build(kind, device=device)
     train(twin, its, 0, 1, 2, 3)
     assert_same(values(model, optimizers), values(twin, its))
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("kind", ["f32", "masters", "two"])
+def test_the_copy_that_was_the_state_is_saved(kind: str, budget: str, device: torch.device, tmp_path: Path) -> None:
+    model, optimizers = build(kind, device=device)
+    train(model, optimizers, 0, 1)
+    for one in optimizers:
+        open_second(one)
+    kept = values(model, optimizers)
+    with held() as gate:
+        handle = checkpoint.async_save(tmp_path, model, optimizers, snapshot_budget_bytes=BUDGETS[budget])
+        for one in optimizers:
+            move_over(one, change=1.0)
+        # The optimizers' own tensors are over the other copy now.
+        moved = values(model, optimizers)
+        assert not torch.equal(moved["0.exp_avg"], kept["0.exp_avg"])
+        gate.open()
+        handle.result()
+    assert_holds(tmp_path, kind, kept, device=device)
+    assert_same(values(model, optimizers), moved)
 
 
 def test_each_of_many_saves_is_of_its_own_moment(tmp_path: Path) -> None:

@@ -11,9 +11,11 @@ import torch.distributed as dist
 
 import forebay
 from forebay.checkpoint import async_save, load
+from forebay.optim.second import open_second
 from support.dist.checkpoints import SAVED, build, check, reference, refused, spoil, train
 from support.dist.registry import case, shared_folder
 from support.dist.saves import complete, fail, wait_for, writer
+from support.optim import move_over
 
 if TYPE_CHECKING:
     pass
@@ -36,6 +38,26 @@ def the_moment_of_the_call_is_saved_while_both_train_on() -> None:
             spoil(net, optimizer)
             assert load(path, net, optimizer) == {"steps": SAVED}
             check(net, optimizer, reference(kind))
+
+
+@case(2)
+def the_copy_that_was_the_state_is_saved() -> None:
+    for kind in ("f32", "bf16"):
+        path = shared_folder() / f"copy-{kind}"
+        net, optimizer = build(kind)
+        train(net, optimizer, *range(SAVED))
+        open_second(optimizer)
+        go = threading.Event()
+        with writer(1, wait_for(go)):
+            handle = async_save(path, net, optimizer)
+            move_over(optimizer, change=1.0)
+            # Its own tensors are over the other copy from here on.
+            optimizer.synchronize()
+            go.set()
+            handle.result()
+        spoil(net, optimizer)
+        load(path, net, optimizer)
+        check(net, optimizer, reference(kind))
 
 
 @case(2)

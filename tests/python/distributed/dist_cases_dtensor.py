@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import forebay
+from forebay._tensors import local
+from forebay.optim.second import open_second
 from support.dist.models import (
     STEPS,
     adamw,
@@ -28,6 +30,7 @@ from support.dist.models import (
     state_of,
 )
 from support.dist.registry import case
+from support.optim import move_over
 
 KINDS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "master_param")
 
@@ -78,6 +81,34 @@ def state_has_the_parameters_layout_over_pinned_memory() -> None:
             assert now._local_tensor.data_ptr() == address
             if data.numel():
                 assert data.count_nonzero(), f"{name} {kind}: the step wrote elsewhere"
+
+
+@case(2, 3)
+def state_follows_to_the_other_copy() -> None:
+    nets = []
+    for moves in (False, True):
+        net = shard(make(torch.bfloat16))
+        optimizer = adamw(net, amsgrad=True)
+        optimizer.prepare()
+        open_second(optimizer)
+        held = {
+            p: {kind: (v, local(v), local(v).data_ptr()) for kind, v in optimizer.state[p].items()}
+            for p in net.parameters()
+        }
+        for step in range(3):
+            backward(net, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            if moves:
+                move_over(optimizer)
+        for parameter, values in held.items():
+            for kind, (value, data, address) in values.items():
+                now = optimizer.state[parameter][kind]
+                assert now is value
+                assert local(now) is data
+                assert (data.data_ptr() != address) == (moves and kind != "step" and data.numel() > 0)
+        nets.append((net, optimizer))
+    assert_same_bits(*(state_of(*one) for one in nets), full)
 
 
 @case(2, 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import forebay
+from forebay.optim.overlap.guess import Chances
 from forebay.optim.overlap.pending import Pending
 from support.dist.models import (
     SMALL,
@@ -115,6 +117,43 @@ def an_optimizer_without_an_update_rule() -> None:
             found.append((parameters_of(net), state_of(net, optimizer)))
         assert_same_bits(found[0][0], found[1][0])
         assert_same_bits(found[0][1], found[1][1])
+
+
+@case(2)
+def guesses_that_are_right_and_wrong() -> None:
+    never, clips = 1e6, 1e-4
+
+    def body(limits: list[float]) -> Callable[[Any, Any, Callable[[], Any]], Any]:
+        def train(net: Any, optimizer: Any, last: Callable[[], Any]) -> None:
+            for step, limit in enumerate(limits):
+                with last():
+                    backward(net, step)
+                optimizer.max_grad_norm = limit
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.synchronize()
+
+        return train
+
+    def sharded() -> Any:
+        return shard(make(torch.bfloat16))
+
+    overlap = {"speculate": True, "accumulation_steps": 1}
+    for late in (False, True):
+        for limits, guesses in (
+            ([never] * 5, (4, 4)),
+            # After the second step none is tried.
+            ([never, clips, never, never, clips], (1, 0)),
+        ):
+            stats = compare(body(limits), sharded, late=late, overlap=overlap, max_grad_norm=never)
+            assert (stats["speculated"], stats["accepted"]) == guesses
+            of_all: list[Any] = [None, None]
+            dist.all_gather_object(of_all, (stats["speculated"], stats["accepted"]))
+            assert of_all[0] == of_all[1]
+        with mock.patch.object(Chances, "allow", return_value=True):
+            limits = [never, never, clips, never, clips, clips, never]
+            stats = compare(body(limits), sharded, late=late, overlap=overlap, max_grad_norm=never)
+            assert (stats["speculated"], stats["accepted"]) == (6, 3)
 
 
 @case(2)

@@ -54,7 +54,7 @@ def test_wrong_arguments_are_refused(device: torch.device) -> None:
     refused("accumulation_steps: 0", model, optimizer, accumulation_steps=0)
     refused("accumulation_steps: 1.5", model, optimizer, accumulation_steps=1.5)
     refused("overlap_bytes: 5", model, optimizer, overlap_bytes=5)
-    refused("speculate=True is not available", model, optimizer, speculate=True)
+    refused("is for steps with max_grad_norm", model, optimizer, speculate=True)
     refused("use forebay.offload first", model, torch.optim.AdamW(model.parameters()))
     refused("grad_source is 'main_grad'", model, adamw(model, grad_source="main_grad"))
     units = forebay.offload(torch.optim.Adagrad(model.parameters()))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import forebay
+from forebay._tensors import local
 from support.steps import take_steps
 from support.tensors import random
 
@@ -73,6 +74,31 @@ def snapshot(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor
                 values[kind] = value.detach().cpu().clone()
         kept.append(values)
     return kept
+
+
+def move_over(optimizer: Any, change: float = 0.0) -> None:
+    """Make the other copy the state, with the same values but for a change, as a step does that writes to it.
+
+    The optimizer's tensors are not used. What was the state is no numbers from then on.
+    """
+    optimizer._settle(None)
+    engine = optimizer._engine
+
+    def columns() -> list[torch.Tensor]:
+        views = [
+            engine.view(*optimizer._homes[number], name)
+            for number, room in optimizer.state.rooms.items()
+            if local(room.parameter).numel()
+            for name in room.columns
+        ]
+        return [torch.frombuffer(view, dtype=torch.float32) for view in views]
+
+    state = columns()
+    engine._exchange_for_test()
+    for old, new in zip(state, columns(), strict=True):
+        new.copy_(old + change if change else old)
+        if not change:
+            old.fill_(float("nan"))
 
 
 def run(

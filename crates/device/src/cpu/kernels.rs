@@ -3,7 +3,7 @@
 
 use super::update::convert::{f32_to_bf16, f32_to_f16};
 use super::update::{Sweep, Unit};
-use crate::kernel::{Dtype, power_element, uniform_element};
+use crate::kernel::{Dtype, Mastered, power_element, uniform_element};
 use crate::memory::Region;
 use crate::update::{Rule, Scalars, Segment};
 
@@ -36,8 +36,36 @@ pub(crate) fn note_followed(segment: &Segment, followed: &Region) {
     // SAFETY: as in `update`; the flag is 4 bytes, aligned, and overlaps no operand.
     unsafe {
         let flag = slice::<u32>(followed);
-        if flag[0] != 1 && gives_way(segment) {
+        let master = segment.master.as_ref();
+        if flag[0] != 1 && master.is_some_and(|master| gives_way(&segment.weight, segment.weight_dtype, master)) {
             flag[0] = 1;
+        }
+    }
+}
+
+/// Sets a checked flag if the rounding of some master is not its weight.
+pub(crate) fn compare_masters(pairs: &[Mastered], flag: &Region) {
+    // SAFETY: `Kernel::check` passed: weights and masters are live, aligned, equal in elements and disjoint.
+    if pairs.iter().any(|pair| unsafe { gives_way(&pair.weight, pair.dtype, &pair.master) }) {
+        // SAFETY: as above; the flag is 4 bytes, aligned.
+        unsafe { slice::<f32>(flag)[0] = 1.0 };
+    }
+}
+
+/// Writes the rounding of checked masters to their weights.
+pub(crate) fn round_masters(pairs: &[Mastered]) {
+    fn round<T: Copy>(masters: &[f32], weights: &mut [T], round: impl Fn(f32) -> T) {
+        masters.iter().zip(weights).for_each(|(&master, weight)| *weight = round(master));
+    }
+    for Mastered { weight, dtype, master } in pairs {
+        // SAFETY: as in `compare_masters`.
+        unsafe {
+            let master = slice::<f32>(master);
+            match dtype {
+                Dtype::F32 => round(master, slice(weight), f32::to_bits),
+                Dtype::Bf16 => round(master, slice(weight), f32_to_bf16),
+                Dtype::F16 => round(master, slice(weight), f32_to_f16),
+            }
         }
     }
 }
@@ -45,16 +73,15 @@ pub(crate) fn note_followed(segment: &Segment, followed: &Region) {
 /// Whether the rounding of some master is not its weight.
 ///
 /// # Safety
-/// The segment's operands must be checked, and nobody else may write to them meanwhile.
-unsafe fn gives_way(segment: &Segment) -> bool {
-    let Some(master) = &segment.master else { return false };
+/// Weights and masters must be checked, and nobody else may write to them meanwhile.
+unsafe fn gives_way(weight: &Region, dtype: Dtype, master: &Region) -> bool {
     // SAFETY: as the caller promises; weight and master do not overlap.
     unsafe {
         let master = slice::<f32>(master);
-        match segment.weight_dtype {
-            Dtype::F32 => differ(master, slice(&segment.weight), f32::to_bits),
-            Dtype::Bf16 => differ(master, slice(&segment.weight), f32_to_bf16),
-            Dtype::F16 => differ(master, slice(&segment.weight), f32_to_f16),
+        match dtype {
+            Dtype::F32 => differ(master, slice(weight), f32::to_bits),
+            Dtype::Bf16 => differ(master, slice(weight), f32_to_bf16),
+            Dtype::F16 => differ(master, slice(weight), f32_to_f16),
         }
     }
 }

@@ -335,6 +335,20 @@ impl CpuDevice {
                     Ok(())
                 })
             }
+            Kernel::CompareMasters { pairs, differ } => {
+                let pairs = pairs.to_vec();
+                Box::new(move || {
+                    kernels::compare_masters(&pairs, &differ);
+                    Ok(())
+                })
+            }
+            Kernel::RoundMasters { pairs } => {
+                let pairs = pairs.to_vec();
+                Box::new(move || {
+                    kernels::round_masters(&pairs);
+                    Ok(())
+                })
+            }
             Kernel::Spin { ns } => Box::new(move || {
                 std::thread::sleep(std::time::Duration::from_nanos(ns));
                 Ok(())

@@ -10,13 +10,14 @@ use cudarc::driver::sys;
 
 use super::driver::{Context, check};
 use crate::error::{Error, Result};
-use crate::kernel::{Dtype, Kernel};
+use crate::kernel::{Dtype, Kernel, Mastered};
 use crate::memory::Region;
 use crate::update::{MAX_COLUMNS, MAX_SCALARS, RULES, Rule, Scalars, Segment, Update};
 
 /// Made from the `.cu` files beside them by `scripts/make_ptx.py`.
 pub(super) const MOVES: &str = include_str!("kernels/moves.ptx");
 const PROBES: &str = include_str!("kernels/probes.ptx");
+const MASTERS: &str = include_str!("kernels/masters.ptx");
 
 // The constants and structs below mirror those of the same names in kernels/*.cuh and moves.cu.
 const THREADS: u32 = 256;
@@ -25,6 +26,7 @@ const MAX_SEGMENTS: usize = 56;
 const MAX_SETS: usize = 8;
 const COPY_BLOCK_BYTES: u64 = 32768;
 const MAX_PAIRS: usize = 168;
+const MAX_MASTERED: usize = 160;
 /// Positions in a parameter are passed modulo this; what rules ask of a position repeats at least as often.
 const POSITIONS: u64 = 2048;
 /// Enough blocks to fill any GPU several times over; the loops in the kernels cover the rest.
@@ -82,6 +84,25 @@ struct RawPairs {
 
 const _: () = assert!(size_of::<RawPairs>() == 4040, "the parameter size that the PTX declares");
 
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct RawMastered {
+    weight: u64,
+    master: u64,
+    elements: u32,
+    first_block: u32,
+}
+
+#[repr(C)]
+struct RawMasters {
+    differ: u64,
+    pairs: u32,
+    unused: u32,
+    pair: [RawMastered; MAX_MASTERED],
+}
+
+const _: () = assert!(size_of::<RawMasters>() == 3856, "the parameter size that the PTX declares");
+
 fn address(region: Option<&Region>) -> u64 {
     region.map_or(0, |region| region.addr() as u64)
 }
@@ -127,6 +148,7 @@ pub(crate) struct Kernels {
     copy_pairs: sys::CUfunction,
     powers: sys::CUfunction,
     probes: OnceLock<Probes>,
+    masters: OnceLock<MasterKernels>,
     rules: [OnceLock<RuleKernels>; RULES.len()],
     /// One thread loads at a time.
     loading: Mutex<()>,
@@ -139,6 +161,13 @@ struct Probes {
     count_differences: sys::CUfunction,
     spin: sys::CUfunction,
     trap: sys::CUfunction,
+    _module: Module,
+}
+
+/// Kernels for weights and their masters, by the type of the weight.
+struct MasterKernels {
+    compare: [sys::CUfunction; 3],
+    round: [sys::CUfunction; 3],
     _module: Module,
 }
 
@@ -166,6 +195,11 @@ unsafe impl Sync for Probes {}
 unsafe impl Send for RuleKernels {}
 // SAFETY: as for `Kernels`.
 unsafe impl Sync for RuleKernels {}
+
+// SAFETY: as for `Kernels`.
+unsafe impl Send for MasterKernels {}
+// SAFETY: as for `Kernels`.
+unsafe impl Sync for MasterKernels {}
 
 /// A loaded module, unloaded when dropped.
 struct Module {
@@ -232,6 +266,7 @@ impl Kernels {
             copy_pairs: moves.find("copy_pairs")?,
             powers: moves.find("powers")?,
             probes: OnceLock::new(),
+            masters: OnceLock::new(),
             rules: std::array::from_fn(|_| OnceLock::new()),
             loading: Mutex::new(()),
             _moves: moves,
@@ -266,6 +301,17 @@ impl Kernels {
     /// Loads a rule's kernels.
     pub(crate) fn load_rule(&self, rule: &Rule) -> Result<()> {
         self.rule(rule).map(|_| ())
+    }
+
+    fn masters(&self) -> Result<&MasterKernels> {
+        self.loaded(&self.masters, || {
+            let module = Module::load(&self.context, MASTERS)?;
+            Ok(MasterKernels {
+                compare: [module.find("compare_f32")?, module.find("compare_bf16")?, module.find("compare_f16")?],
+                round: [module.find("round_f32")?, module.find("round_bf16")?, module.find("round_f16")?],
+                _module: module,
+            })
+        })
     }
 
     fn probes(&self) -> Result<&Probes> {
@@ -313,6 +359,10 @@ impl Kernels {
             }
             Kernel::Update(update) => self.update(stream, update),
             Kernel::CopyPairs { pairs } => self.copy_pairs(stream, pairs),
+            Kernel::CompareMasters { pairs, differ } => {
+                self.with_masters(stream, pairs, differ.addr() as u64, &self.masters()?.compare)
+            }
+            Kernel::RoundMasters { pairs } => self.with_masters(stream, pairs, 0, &self.masters()?.round),
             Kernel::Spin { ns } => {
                 let mut ns = *ns;
                 self.start(self.probes()?.spin, 1, 1, stream, &mut [arg(&mut ns)])
@@ -348,6 +398,33 @@ impl Kernels {
         }
         if raw.segments > 0 {
             self.start(function, blocks as u32, THREADS, stream, &mut [arg(&mut raw)])?;
+        }
+        Ok(())
+    }
+
+    /// As many pairs of one type to a launch as the parameter space takes.
+    fn with_masters(
+        &self,
+        stream: sys::CUstream,
+        pairs: &[Mastered],
+        differ: u64,
+        functions: &[sys::CUfunction; 3],
+    ) -> Result<()> {
+        let filled: Vec<&Mastered> = pairs.iter().filter(|pair| pair.master.bytes() > 0).collect();
+        for alike in filled.chunk_by(|a, b| a.dtype == b.dtype) {
+            for some in alike.chunks(MAX_MASTERED) {
+                let mut raw = RawMasters { differ, pairs: 0, unused: 0, pair: [RawMastered::default(); MAX_MASTERED] };
+                let mut blocks = 0u64;
+                for (raw_pair, pair) in raw.pair.iter_mut().zip(some) {
+                    let (weight, master) = (pair.weight.addr() as u64, pair.master.addr() as u64);
+                    let elements = pair.master.bytes() / 4;
+                    *raw_pair = RawMastered { weight, master, elements: elements as u32, first_block: blocks as u32 };
+                    raw.pairs += 1;
+                    blocks += elements.div_ceil(BLOCK_ELEMENTS);
+                }
+                let function = functions[dtype_index(some[0].dtype)];
+                self.start(function, blocks as u32, THREADS, stream, &mut [arg(&mut raw)])?;
+            }
         }
         Ok(())
     }
@@ -416,6 +493,9 @@ mod tests {
                 let parameter = format!(".b8 {}_{types}_param_0[{}]", rule.name, size_of::<RawUpdate>());
                 assert!(rule.ptx.contains(&parameter), "{parameter}: make ptx");
             }
+        }
+        for kernel in ["compare_bf16", "round_f16"] {
+            assert!(MASTERS.contains(&format!(".b8 {kernel}_param_0[{}]", size_of::<RawMasters>())));
         }
         assert!(MOVES.contains(&format!(".b8 copy_pairs_param_0[{}]", size_of::<RawPairs>())));
     }

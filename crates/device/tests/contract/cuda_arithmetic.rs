@@ -10,6 +10,7 @@ use forebay_device::Rule;
 use forebay_device::kernel::uniform_element;
 use forebay_device::update::{MAX_COLUMNS, MAX_SCALARS};
 
+use crate::masters;
 use crate::segments::{Problem, Shape, dtype_pairs, plausible};
 use crate::written::{groups, rules};
 
@@ -102,6 +103,36 @@ int main(int arguments, char**) {
 }
 "#;
 
+/// Reads a type, the sizes of pairs, their weights and their masters; compares, rounds, and writes the flag and the weights.
+const MASTERS: &str = r#"
+#include <initializer_list>
+#include "masters.cu"
+template <class T> static void get(T* to, size_t count) { if (std::fread(to, sizeof(T), count, stdin) != count) std::exit(2); }
+int main() {
+    static void (*const compare[3])(const Masters) = {compare_f32, compare_bf16, compare_f16};
+    static void (*const round[3])(const Masters) = {round_f32, round_bf16, round_f16};
+    u32 head[2], blocks = 0;
+    float flag = 7;
+    static Masters of;
+    get(head, 2);
+    u32 width = head[0] == 0 ? 4 : 2;
+    of.differ = u64(&flag), of.pairs = head[1];
+    for (u32 i = 0; i < head[1]; i++) {
+        u32 elements;
+        get(&elements, 1);
+        char *weight = (char*)std::calloc(elements + 1, width), *master = (char*)std::calloc(elements + 1, 4);
+        get(weight, elements * width), get(master, elements * 4);
+        of.pair[i] = {u64(weight), u64(master), elements, blocks};
+        blocks += (elements + BLOCK_ELEMENTS - 1) / BLOCK_ELEMENTS;
+    }
+    for (auto kernel : {compare[head[0]], round[head[0]]})
+        for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)
+            for (threadIdx.x = 0; threadIdx.x < THREADS; threadIdx.x++) kernel(of);
+    std::fwrite(&flag, 4, 1, stdout);
+    for (u32 i = 0; i < head[1]; i++) std::fwrite((char*)of.pair[i].weight, width, of.pair[i].elements, stdout);
+}
+"#;
+
 /// The results of one element: weight and columns.
 type Results = [f32; 1 + MAX_COLUMNS];
 
@@ -110,8 +141,8 @@ fn bits(results: Results) -> [u32; 1 + MAX_COLUMNS] {
     results.map(|value| if value.is_nan() { f32::NAN.to_bits() } else { value.to_bits() })
 }
 
-/// Makes a program of each rule's file in a folder; `None` where there is no compiler or no source.
-fn compile(name: &str) -> Option<(PathBuf, Vec<(&'static Rule, PathBuf)>)> {
+/// Where the kernels are, and a new folder; `None` where there is no compiler or no source.
+fn folders(name: &str) -> Option<(PathBuf, PathBuf)> {
     let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/cuda/kernels");
     if !kernels.is_dir() || Command::new("c++").arg("--version").output().is_err() {
         eprintln!("not tested: there is no C++ compiler here, or not the source");
@@ -119,20 +150,29 @@ fn compile(name: &str) -> Option<(PathBuf, Vec<(&'static Rule, PathBuf)>)> {
     }
     let folder = std::env::temp_dir().join(format!("forebay-{name}-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
-    let programs = rules().map(|rule| {
-        let (source, program) = (folder.join(format!("{}.cpp", rule.name)), folder.join(rule.name));
-        std::fs::write(&source, format!("#define RULE_FILE \"{}.cu\"\n{PROGRAM}", rule.name)).unwrap();
-        let compiled = Command::new("c++")
-            .args(["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-I"])
-            .args([&kernels, &source])
-            .arg("-o")
-            .arg(&program)
-            .output()
-            .unwrap();
-        assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
-        (rule, program)
-    });
-    let programs = programs.collect();
+    Some((kernels, folder))
+}
+
+/// Makes a program of a text.
+fn build(kernels: &Path, folder: &Path, name: &str, text: &str) -> PathBuf {
+    let (source, program) = (folder.join(format!("{name}.cpp")), folder.join(name));
+    std::fs::write(&source, text).unwrap();
+    let compiled = Command::new("c++")
+        .args(["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-I"])
+        .args([kernels, &source])
+        .arg("-o")
+        .arg(&program)
+        .output()
+        .unwrap();
+    assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
+    program
+}
+
+/// Makes a program of each rule's file in a folder; `None` where there is no compiler or no source.
+fn compile(name: &str) -> Option<(PathBuf, Vec<(&'static Rule, PathBuf)>)> {
+    let (kernels, folder) = folders(name)?;
+    let text = |rule: &Rule| format!("#define RULE_FILE \"{}.cu\"\n{PROGRAM}", rule.name);
+    let programs = rules().map(|rule| (rule, build(&kernels, &folder, rule.name, &text(rule)))).collect();
     Some((folder, programs))
 }
 
@@ -242,6 +282,39 @@ fn cuda_files_do_with_masters_what_rules_do() {
                     assert_eq!(u32::from_ne_bytes(flag.try_into().unwrap()), expected, "{}", what());
                 }
             }
+        }
+    }
+    std::fs::remove_dir_all(&folder).unwrap();
+}
+
+/// Comparing weights with their masters and writing them anew, for every type.
+#[test]
+fn cuda_files_compare_and_round_masters_as_rules_do() {
+    let Some((kernels, folder)) = folders("cuda-compare") else { return };
+    let (prelude, _) = PROGRAM.split_once("#include \"update.cuh\"").unwrap();
+    let program = build(&kernels, &folder, "masters", &format!("{prelude}{MASTERS}"));
+    for (number, dtype) in masters::DTYPES.into_iter().enumerate() {
+        for changed in [None, Some((0, 0)), Some((2, 4096)), Some((3, 69))] {
+            let sizes = [5usize, 4096, 4097, 70];
+            let mut input = [number as u32, sizes.len() as u32].map(u32::to_ne_bytes).concat();
+            let mut expected = Vec::new();
+            for (pair, elements) in sizes.into_iter().enumerate() {
+                let values = masters::masters(pair as u64, elements);
+                let weights = masters::rounded(dtype, &values);
+                let mut given = weights.clone();
+                if let Some((_, at)) = changed.filter(|&(of, _)| of == pair) {
+                    given[at * dtype.bytes() as usize] ^= 1;
+                }
+                input.extend((elements as u32).to_ne_bytes());
+                input.extend(given);
+                input.extend(values.iter().flat_map(|value| value.to_ne_bytes()));
+                expected.extend(weights);
+            }
+            let found = run(&mut Command::new(&program), input);
+            let (flag, weights) = found.split_at(4);
+            let told = f32::from_ne_bytes(flag.try_into().unwrap());
+            assert_eq!(told, if changed.is_some() { 1.0 } else { 7.0 }, "{dtype:?} {changed:?}");
+            assert!(weights == expected, "{dtype:?} {changed:?}");
         }
     }
     std::fs::remove_dir_all(&folder).unwrap();

@@ -55,6 +55,14 @@ impl PinnedBudget {
         self.fits(used, requested_bytes).map(drop).ok_or_else(|| self.refusal(used, requested_bytes))
     }
 
+    /// Refuses a second copy of memory that is in use already, with the bytes of both copies and what is left for them.
+    pub fn check_second(&self, first_bytes: u64) -> Result<()> {
+        let used = self.used_bytes();
+        let both = first_bytes.saturating_mul(2);
+        let refuse = || self.refusal(used.saturating_sub(first_bytes), both);
+        self.fits(used, first_bytes).map(drop).ok_or_else(refuse)
+    }
+
     /// Counts bytes until the result is dropped.
     pub(super) fn take(&self, requested_bytes: u64) -> Result<PinnedBytes> {
         self.shared
@@ -123,6 +131,17 @@ mod tests {
         assert_eq!((budget.used_bytes(), budget.available_bytes()), (100, 0), "clones share one count");
         drop((first, second));
         assert_eq!(budget.used_bytes(), 0);
+    }
+
+    #[test]
+    fn a_second_copy_is_refused_with_the_bytes_of_both() {
+        let budget = PinnedBudget::new(Some(100));
+        let (_state, _others) = (budget.take(40).unwrap(), budget.take(15).unwrap());
+        budget.check_second(40).unwrap();
+        budget.set_limit(Some(94));
+        assert_eq!(refusal(budget.check_second(40)), (80, 79, 94));
+        assert_eq!(refusal(budget.check_second(u64::MAX)), (u64::MAX, 94, 94));
+        assert_eq!(budget.used_bytes(), 55, "nothing is counted");
     }
 
     #[test]

@@ -28,7 +28,9 @@ mod landing;
 mod overlap;
 mod placement;
 mod scalars;
+mod second;
 mod segments;
+mod sides;
 mod stats;
 mod streamed;
 mod table;
@@ -113,6 +115,8 @@ struct OptimizerInner {
     /// Slots of the next ring, where that is not the options'.
     slots: Option<usize>,
     tables: Vec<Arc<StateTable>>,
+    /// Whether every pinned table has a second slab.
+    second: bool,
     /// The host's part; made with the first table.
     hybrid: Option<Arc<Hybrid>>,
     landing: Landing,
@@ -366,7 +370,8 @@ impl Optimizer {
         let (share, PlanOptions { slots, slot_bytes, .. }) = (self.options.placement.host_share(), self.options.plan);
         // What lies on the host is updated in place, and needs no slot.
         let slots = if plan.tensors().iter().all(|tensor| tensor.on_host) { 0 } else { slots };
-        let mut bytes = StateTable::bytes_to_pin(&plan)?;
+        let sides = if inner.second { 2 } else { 1 };
+        let mut bytes = StateTable::bytes_to_pin(&plan)? * sides;
         if share.is_some() {
             let pinned = inner.hybrid.as_ref().map_or(0, |hybrid| hybrid.lane().pinned_bytes());
             bytes += HostLane::bytes_to_pin(slots, slot_bytes)?.saturating_sub(pinned);
@@ -376,6 +381,9 @@ impl Optimizer {
             return Err(no_ring());
         }
         let table = StateTable::pinned(&self.memory, self.rule, Arc::new(plan))?;
+        if inner.second {
+            table.open_second(&self.memory)?;
+        }
         if let Some(share) = share {
             let new = || Hybrid::new(&self.memory, share, &self.options.host, 0, slot_bytes, self.owner).map(Arc::new);
             made_once(&mut inner.hybrid, new)?.open_ring(&self.memory, slots)?;
@@ -615,7 +623,7 @@ impl Optimizer {
             inner.pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.drain())?;
             for table in &inner.tables {
                 // An earlier one must have ended: a table remembers one only.
-                table.protect_all()?;
+                table.protect_sides()?;
                 let (these, order) = table.extent()?;
                 arenas.extend(these);
                 next.extend(order);

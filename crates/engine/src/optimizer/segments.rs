@@ -1,7 +1,7 @@
 //! The memory of one update: the caller's operands for each tensor, and the one function that builds segments.
 
 use forebay_device::update::MAX_COLUMNS;
-use forebay_device::{Device, Dtype, Kernel, Region, Rule, Scalars, Segment, Stream, Update};
+use forebay_device::{Device, Dtype, Kernel, Mastered, Region, Rule, Scalars, Segment, Stream, Update};
 
 use super::table::StateTable;
 use crate::error::{Error, Result};
@@ -53,7 +53,50 @@ pub(super) struct StepInputs {
     pub(super) skip: Option<Region>,
 }
 
+/// What is done with a chunk in a slot.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) enum Work<'a> {
+    /// Its update.
+    #[default]
+    Update,
+    /// Its update without scale and skip, unless a weight is not the rounding of its master: then nothing but this f32 on
+    /// the device changes, which becomes 1.
+    Guess(&'a Region),
+    /// Its update once more, after a guess has overwritten its weights.
+    Again,
+    /// Its weights are overwritten by the roundings of their masters.
+    Restore,
+    /// Nothing: its state goes to the other side as it is.
+    Carry,
+}
+
 impl StepInputs {
+    /// Launches what a chunk's work is.
+    pub(super) fn launch_work(
+        &self,
+        device: &dyn Device,
+        compute: &Stream,
+        rule: &'static Rule,
+        segments: &Segments,
+        work: Work<'_>,
+    ) -> Result<()> {
+        let all = &segments.of_step;
+        let plain = Update::new(rule, all, &self.scalars);
+        match work {
+            Work::Update => self.launch(device, compute, rule, segments),
+            Work::Guess(differ) => {
+                device.launch(compute, &Kernel::CompareMasters { pairs: &mastered(all), differ: differ.clone() })?;
+                Ok(device.launch(compute, &Kernel::Update(Update { skip: Some(differ.clone()), ..plain }))?)
+            }
+            Work::Again => {
+                let update = Update { grad_scale: self.grad_scale.clone(), trust_master: true, ..plain };
+                Ok(device.launch(compute, &Kernel::Update(update))?)
+            }
+            Work::Restore => Ok(device.launch(compute, &Kernel::RoundMasters { pairs: &mastered(all) })?),
+            Work::Carry => Ok(()),
+        }
+    }
+
     /// Launches the update of segments of a rule: those of the step, and those to which scale and skip do not apply.
     pub(super) fn launch(
         &self,
@@ -74,6 +117,14 @@ impl StepInputs {
         }
         Ok(())
     }
+}
+
+fn mastered(segments: &[Segment]) -> Vec<Mastered> {
+    let pair = |of: &Segment| {
+        let master = of.master.clone()?;
+        Some(Mastered { weight: of.weight.clone(), dtype: of.weight_dtype, master })
+    };
+    segments.iter().filter_map(pair).collect()
 }
 
 /// Segments of one launch, or of two where some gradients were offered early.

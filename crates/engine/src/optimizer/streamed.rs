@@ -2,7 +2,8 @@
 
 use forebay_device::{Region, Stream};
 
-use super::segments::{Operand, Segments, StepInputs, TableStep};
+use super::segments::{Operand, Segments, StepInputs, TableStep, Work};
+use super::sides::Side;
 use crate::error::Result;
 use crate::flow::Pipeline;
 use crate::plan::Chunk;
@@ -15,6 +16,22 @@ pub(super) fn run(pipeline: &Pipeline, step: TableStep<'_>, inputs: &StepInputs,
     (0..step.plan().chunks().len()).try_for_each(|index| run_chunk(pipeline, step, index, inputs, compute))
 }
 
+/// Where a chunk's state comes from and goes to, and what is done with it on the way.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Way<'a> {
+    pub(super) from: Side,
+    /// `None` if the state is used and not stored.
+    pub(super) to: Option<Side>,
+    pub(super) work: Work<'a>,
+}
+
+impl Default for Way<'_> {
+    /// That of a plain step.
+    fn default() -> Self {
+        Self { from: Side::Current, to: Some(Side::Current), work: Work::Update }
+    }
+}
+
 /// One chunk of [`run`].
 pub(super) fn run_chunk(
     pipeline: &Pipeline,
@@ -23,11 +40,24 @@ pub(super) fn run_chunk(
     inputs: &StepInputs,
     compute: &Stream,
 ) -> Result<()> {
+    run_chunk_on(pipeline, step, index, inputs, compute, Way::default())
+}
+
+/// The same on a way.
+pub(super) fn run_chunk_on(
+    pipeline: &Pipeline,
+    step: TableStep<'_>,
+    index: usize,
+    inputs: &StepInputs,
+    compute: &Stream,
+    way: Way<'_>,
+) -> Result<()> {
     let chunk = &step.plan().chunks()[index];
-    if !step.has_work(chunk) {
+    if !step.has_work(chunk) && !matches!(way.work, Work::Carry) {
         return Ok(());
     }
-    let launch = |segments: &Segments| inputs.launch(&**pipeline.device(), compute, step.table.rule(), segments);
+    let (device, rule) = (&**pipeline.device(), step.table.rule());
+    let launch = |segments: &Segments| inputs.launch_work(device, compute, rule, segments, way.work);
     let bucket = &step.plan().buckets()[chunk.bucket];
     if bucket.columns.is_empty() && !bucket.on_host {
         // Nothing travels.
@@ -39,11 +69,15 @@ pub(super) fn run_chunk(
         return Ok(());
     }
     let (slot, prepared) = pipeline.acquire_while(|memory| -> Result<_> {
-        Ok((ChunkCopies::new(step, chunk)?, segments(step, chunk, Some(memory))?))
+        Ok((ChunkCopies::new(step, chunk, way)?, segments(step, chunk, Some(memory))?))
     })?;
     let (ChunkCopies { fetch, store }, segments) = prepared?;
     let slot = pipeline.fetch(slot, &fetch.host, &fetch.slot)?;
     let slot = pipeline.update(slot, compute, |_, _| launch(&segments))?;
+    if way.to.is_none() {
+        pipeline.release(slot);
+        return Ok(());
+    }
     step.table.protect(&store.host);
     let slot = pipeline.store(slot, &store.slot, &store.host, index, step.payload_bytes(chunk))?;
     pipeline.release(slot);
@@ -83,11 +117,12 @@ struct ChunkCopies {
 }
 
 impl ChunkCopies {
-    fn new(step: TableStep<'_>, chunk: &Chunk) -> Result<Self> {
-        let layout = step.table.in_slot(chunk);
-        let (host, slot) = (step.table.chunk(chunk)?, layout.parts());
-        let mut copies =
-            Self { fetch: Copies { host: host.clone(), slot: slot.clone() }, store: Copies { host, slot } };
+    fn new(step: TableStep<'_>, chunk: &Chunk, way: Way<'_>) -> Result<Self> {
+        let (layout, table) = (step.table.in_slot(chunk), step.table);
+        let (from, slot) = (table.chunk_of(way.from, chunk)?, layout.parts());
+        let to = way.to.map_or(Ok(Vec::new()), |side| table.chunk_of(side, chunk))?;
+        let fetch = Copies { host: from, slot: slot.clone() };
+        let mut copies = Self { fetch, store: Copies { host: to, slot } };
         if !step.plan().buckets()[chunk.bucket].on_host {
             return Ok(copies);
         }

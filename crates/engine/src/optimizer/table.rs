@@ -1,8 +1,9 @@
 //! The state of tensors that were created together: an arena for each column of each bucket, and a step counter for each
 //! tensor.
 //!
-//! The arenas lie in one pinned slab. A resident table has none: its columns are the caller's, on the device, and only the
-//! counters are here.
+//! The arenas lie in one pinned slab, or in two, of which one is current: see `sides.rs`. All regions are those of the
+//! current side, where nothing else is said. A resident table has none: its columns are the caller's, on the device, and
+//! only the counters are here.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
@@ -12,8 +13,9 @@ use forebay_device::update::MASTER;
 use forebay_device::{Buffer, Column, Region, Rule, SharedDevice, Slab, SlabLayout};
 
 use super::segments::Operand;
+use super::sides::{Side, Sides};
 use crate::error::{Error, Result};
-use crate::memory::{Allocator, Lease};
+use crate::memory::Allocator;
 use crate::plan::{Chunk, Piece, StepPlan, TensorSpec};
 use crate::snapshot::{Snapshot, Stepping};
 use crate::trace::{self, Reason};
@@ -35,8 +37,8 @@ pub struct StateTable {
 
 #[derive(Debug)]
 enum TableMemory {
-    /// The arenas, then the counters.
-    Pinned(Lease<Slab>),
+    /// Slabs with the arenas, then the counters.
+    Pinned(Box<Sides>),
     /// The counters.
     Resident(Buffer),
 }
@@ -66,8 +68,8 @@ impl StateTable {
     /// Pins the arenas of a plan, zeroed.
     pub fn pinned(memory: &Allocator, rule: &'static Rule, plan: Arc<StepPlan>) -> Result<Self> {
         check_columns(rule, plan.tensors())?;
-        let slab = memory.pin(&part_bytes(&plan))?;
-        Ok(Self::build(memory.device().clone(), rule, plan, TableMemory::Pinned(slab)))
+        let sides = Box::new(Sides::new(memory.pin(&part_bytes(&plan))?)?);
+        Ok(Self::build(memory.device().clone(), rule, plan, TableMemory::Pinned(sides)))
     }
 
     /// Counters alone, for tensors whose columns are the caller's, on the device.
@@ -97,27 +99,71 @@ impl StateTable {
         matches!(self.memory, TableMemory::Resident(_))
     }
 
-    /// Bytes that are pinned for it.
-    pub fn pinned_bytes(&self) -> u64 {
-        self.slab().map_or(0, Slab::bytes)
-    }
-
-    /// The slab with the arenas.
-    pub fn slab(&self) -> Option<&Slab> {
+    fn sides(&self) -> Option<&Sides> {
         match &self.memory {
-            TableMemory::Pinned(slab) => Some(slab),
+            TableMemory::Pinned(sides) => Some(sides),
             TableMemory::Resident(_) => None,
         }
     }
 
-    fn arena(&self, arena: usize) -> Result<Region> {
-        match self.slab() {
-            Some(slab) => Ok(slab.part(arena)?),
+    /// Bytes that are pinned for it, on both sides.
+    pub fn pinned_bytes(&self) -> u64 {
+        self.sides().map_or(0, Sides::bytes)
+    }
+
+    /// The slab with the arenas.
+    pub fn slab(&self) -> Option<Slab> {
+        self.slab_of(Side::Current).ok()
+    }
+
+    fn slab_of(&self, side: Side) -> Result<Slab> {
+        match self.sides() {
+            Some(sides) => sides.slab(side),
             None => Err(Error::PlanMismatch {
                 tensor: "a resident tensor".to_owned(),
                 reason: "its state is not in host memory".to_owned(),
             }),
         }
+    }
+
+    /// Pins a second slab, zeroed, which counts against the budget before it is pinned. Nothing happens if there is one, or
+    /// if the table is resident.
+    pub fn open_second(&self, memory: &Allocator) -> Result<()> {
+        self.sides().map_or(Ok(()), |sides| sides.open_second(memory, &part_bytes(&self.plan)))
+    }
+
+    /// Frees the side that is not current, once no save needs it. Nothing is under way into it or out of it.
+    pub fn close_second(&self) -> Result<()> {
+        let Some(sides) = self.sides().filter(|sides| sides.has_second()) else { return Ok(()) };
+        self.protect_side(Side::Other)?;
+        sides.close_second(&self.device)
+    }
+
+    /// Whether there are two sides.
+    pub fn has_second(&self) -> bool {
+        self.sides().is_some_and(Sides::has_second)
+    }
+
+    /// Makes the other side the current one. Stores into either may be under way; the counters stay.
+    pub fn exchange(&self) -> Result<()> {
+        match self.sides() {
+            Some(sides) => sides.exchange(),
+            None => self.slab_of(Side::Other).map(drop),
+        }
+    }
+
+    /// A number that grows whenever a column or a counter has moved.
+    pub fn generation(&self) -> u64 {
+        self.sides().map_or(0, Sides::generation)
+    }
+
+    fn arena(&self, arena: usize) -> Result<Region> {
+        Ok(self.slab_of(Side::Current)?.part(arena)?)
+    }
+
+    fn arenas(&self, side: Side) -> Result<Vec<Region>> {
+        let slab = self.slab_of(side)?;
+        (0..self.plan.arena_bytes().len()).map(|arena| Ok(slab.part(arena)?)).collect()
     }
 
     /// The arenas, and the ranges of all chunks in the order of a step: what a snapshot is made of.
@@ -126,7 +172,7 @@ impl StateTable {
             return Ok((Vec::new(), Vec::new()));
         }
         // The counters are not part of it: a save copies them by itself.
-        let arenas = (0..self.plan.arena_bytes().len()).map(|arena| self.arena(arena)).collect::<Result<_>>()?;
+        let arenas = self.arenas(Side::Current)?;
         let mut next = Vec::new();
         for chunk in self.plan.chunks() {
             next.extend(self.chunk(chunk)?);
@@ -163,10 +209,22 @@ impl StateTable {
         }
     }
 
-    /// The same for all of it, before the host writes into it.
+    /// The same for all of the current side, before the host writes into it.
     pub(super) fn protect_all(&self) -> Result<()> {
-        if let Some(snapshot) = self.save.snapshot() {
-            for arena in self.extent()?.0 {
+        self.protect_side(Side::Current)
+    }
+
+    /// The same for both sides, before another save begins: they may have been exchanged since the save before.
+    pub(super) fn protect_sides(&self) -> Result<()> {
+        if self.has_second() {
+            self.protect_side(Side::Other)?;
+        }
+        self.protect_all()
+    }
+
+    fn protect_side(&self, side: Side) -> Result<()> {
+        if let Some(snapshot) = self.save.snapshot().filter(|_| !self.is_resident()) {
+            for arena in self.arenas(side)? {
                 snapshot.protect(&arena);
             }
         }
@@ -210,7 +268,7 @@ impl StateTable {
     fn step_counters(&self) -> Result<Region> {
         let bytes = self.plan.tensors().len() as u64 * COUNTER_BYTES;
         match &self.memory {
-            TableMemory::Pinned(slab) => Ok(slab.part(slab.layout().parts() - 1)?),
+            TableMemory::Pinned(sides) => Ok(sides.counters()),
             TableMemory::Resident(counters) => Ok(counters.region(0, bytes)?),
         }
     }
@@ -228,9 +286,19 @@ impl StateTable {
 
     /// A chunk's range of each arena of its bucket.
     pub(super) fn chunk(&self, chunk: &Chunk) -> Result<Vec<Region>> {
-        let bucket = &self.plan.buckets()[chunk.bucket];
+        self.chunk_of(Side::Current, chunk)
+    }
+
+    /// The same ranges on the other side.
+    pub fn other_chunk(&self, chunk: &Chunk) -> Result<Vec<Region>> {
+        self.chunk_of(Side::Other, chunk)
+    }
+
+    /// A chunk's range of each arena of its bucket, on a side.
+    pub(super) fn chunk_of(&self, side: Side, chunk: &Chunk) -> Result<Vec<Region>> {
+        let (bucket, slab) = (&self.plan.buckets()[chunk.bucket], self.slab_of(side)?);
         let range = |(i, column): (usize, &Column)| {
-            let arena = self.arena(bucket.first_arena + i)?;
+            let arena = slab.part(bucket.first_arena + i)?;
             Ok(arena.slice(column.bytes(chunk.start), column.bytes(chunk.elements))?)
         };
         bucket.columns.iter().enumerate().map(range).collect()

@@ -62,7 +62,9 @@ class ConsumedGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Refuse everything; autograd comes here when it adds to a gradient."""
+        """Refuse everything that cannot have the gradient back; autograd comes here when it adds to a gradient."""
+        if _are_back((args, kwargs)):
+            return func(*_real(args), **_real(kwargs or {}))
         raise OptionError(_refusal(_first((args, kwargs)), func))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -71,6 +73,9 @@ class ConsumedGradient(torch.Tensor):
     @property
     def _local_tensor(self) -> torch.Tensor:
         # FSDP2 adds to this.
+        if _are_back(self):
+            inner: torch.Tensor = _real(self)._local_tensor
+            return inner
         raise OptionError(_refusal(self, "_local_tensor"))
 
 
@@ -99,6 +104,27 @@ def _become_zeros(gradients: Any) -> bool:
     if rest:
         torch._foreach_zero_(rest)
     return True
+
+
+def _are_back(value: Any) -> bool:
+    """Have gradients in nested arguments given back, if the step that took them has only guessed."""
+    consumed = _first(value)
+    overlap = None if consumed is None else consumed._overlap()
+    if consumed is None or overlap is None or overlap.chances is None or torch._C._current_graph_task_id() != -1:
+        return False
+    overlap.discard()
+    return _real(consumed) is not consumed
+
+
+def _real(value: Any) -> Any:
+    """Replace gradients of this kind in nested arguments by those that were given back."""
+    if isinstance(value, ConsumedGradient):
+        parameter = value._parameter()
+        gradient = None if parameter is None else parameter.grad
+        return value if gradient is None else gradient
+    if isinstance(value, dict):
+        return {key: _real(item) for key, item in value.items()}
+    return type(value)(map(_real, value)) if type(value) in (list, tuple) else value
 
 
 def _first(value: Any) -> ConsumedGradient | None:

@@ -21,6 +21,11 @@ def explained(stats: dict[str, float | int], plan: list[dict[str, Any]]) -> str:
     ]
     if stats["waited_in_step"]:
         lines.append(f"step() waited for {stats['waited_in_step']} parameters whose modules were not called")
+    if stats["speculated"]:
+        lines.append(
+            f"{stats['speculated']} steps so far have updated before it was known whether they clip, and"
+            f" {stats['accepted']} of them did not"
+        )
     lines.append("order      at ms      MiB  when      parameters")
     for part in ran[:SHOWN]:
         names = part["tensors"]

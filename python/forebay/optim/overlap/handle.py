@@ -12,6 +12,7 @@ from forebay.errors import OptionError
 from forebay.optim.backward import late, refuse_late_reduction
 from forebay.optim.base import Optimizer
 from forebay.optim.overlap.explain import explained
+from forebay.optim.overlap.guess import check
 from forebay.optim.overlap.step import Overlap
 from forebay.optim.overlap.units import OverlappedUnits
 from forebay.optim.units import InUnits
@@ -35,8 +36,8 @@ def overlap_step(
 
     Without ``max_grad_norm``, each gradient is used as soon as it is final, during the last backward before a step, and
     its memory is freed after its update. With ``max_grad_norm``, updates begin at ``step`` and run under the next
-    forward. ``step`` returns at once. Whoever reads a parameter before its update waits for it: modules before their
-    forward, and any use through torch.
+    forward, or in backward with ``speculate``. ``step`` returns at once. Whoever reads a parameter before its update
+    waits for it: modules before their forward, and any use through torch.
 
     The training loop stays as it is, with the last backward marked by ``with optimizer.last_backward():``, or without a
     mark if ``accumulation_steps`` is given. A gradient that was taken cannot be read, changed or added to: this raises
@@ -55,7 +56,12 @@ def overlap_step(
     accumulation_steps
         How many backwards make a step. None if ``last_backward`` marks the last one.
     speculate
-        Not available yet; True raises an error.
+        With ``max_grad_norm``, let updates run in backward too, on a second copy of the state, as if nothing were
+        clipped. If nothing was, the second copy becomes the state; else everything is done again from the first. The
+        bits are those of the plain step in either case. Needs ``placement="stream"``, a master for each trained
+        parameter, and twice the pinned memory, within ``pinned_budget_bytes``. A step guesses only if none of the last
+        eight norms was above 0.9 of the limit; ``stats()`` has how often steps did (``speculated``) and were right
+        (``accepted``).
     overlap_bytes
         GPU memory of the ring through which state streams while updates are hidden.
 
@@ -73,13 +79,13 @@ def overlap_step(
     )
     if earlier is not None:
         raise OptionError(f"{label} is overlapped already; call remove() on the handle first, or keep it")
-    if speculate:
-        raise OptionError(
-            "speculate=True is not available in this version; leave it out: with max_grad_norm updates run under the "
-            "next forward, and without it under backward"
-        )
     every = whole("accumulation_steps", accumulation_steps, 1, optional=True)
     if isinstance(inner, InUnits):
+        if speculate:
+            raise OptionError(
+                f"{label} has no update rule of forebay, so speculate=True does not apply; leave it out: its updates run "
+                "under the next forward"
+            )
         if overlap_bytes != OVERLAP_BYTES:
             raise OptionError(
                 f"{label} has no update rule of forebay, so overlap_bytes={overlap_bytes} does not apply; give "
@@ -99,7 +105,9 @@ def overlap_step(
             f"overlap_step reads grad, and grad_source is {options.grad_source!r}; use grad_source='grad'"
         )
     _check_belongs(models, inner._flatten().parameters, label)
-    overlap = Overlap(inner, models, every)
+    if speculate:
+        check(inner)
+    overlap = Overlap(inner, models, every, speculate)
     overlap.install(max(overlap_bytes // options.chunk_bytes, options.slots))
     return OverlappedStep(overlap)
 
@@ -154,6 +162,7 @@ class OverlappedStep:
         """Return statistics of the last step. Does not wait for the device.
 
         ``exposed_s`` are the seconds that forwards and other readers waited for updates, as far as they have ended.
+        ``speculated`` steps so far have updated before it was known whether they clip; ``accepted`` of them did not.
         ``freed_bytes`` are the bytes of gradients that were freed before the last gradient of the backward was final.
         """
         return self._overlap.stats()

@@ -5,6 +5,7 @@
   ``parameter.grad`` becomes a ``ConsumedGradient``. From then on the parameter is pending (see ``pending.py``), and
   reading it raises an error: it has neither its old value nor, before ``step``, a meaning.
 - ``step`` hands the other gradients over and returns. Reading a pending parameter now waits for its own update.
+- With ``speculate`` gradients are taken although they may be clipped: see [Note: a step that guesses] in ``guess.py``.
 - A gradient is held until its update has ended, or until torch's stream runs behind the update.
 
 Nothing here waits for the device, except on the CPU, which has no streams.
@@ -32,9 +33,11 @@ from forebay.optim.create import create
 from forebay.optim.gather import Flat
 from forebay.optim.overlap.consumed import ConsumedGradient, is_consumed, put_zeros
 from forebay.optim.overlap.exposure import Exposure
+from forebay.optim.overlap.guess import Chances, can_guess, check_masters
 from forebay.optim.overlap.pending import Pending, mark, restore
 from forebay.optim.overlap.reads import Reader, Readers
 from forebay.optim.overlap.taking import Hook, Trained, is_nested
+from forebay.optim.second import close_second, open_second
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -56,9 +59,13 @@ class Overlap:
         The models that read its parameters.
     every
         How many backwards make a step; None if ``last_backward`` marks the last.
+    speculates
+        Whether updates may begin before it is known whether the step clips.
     """
 
-    def __init__(self, optimizer: Optimizer, models: list[torch.nn.Module], every: int | None) -> None:
+    def __init__(
+        self, optimizer: Optimizer, models: list[torch.nn.Module], every: int | None, speculates: bool = False
+    ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.readers = Readers(self, models)
         self.every = every
@@ -66,6 +73,9 @@ class Overlap:
         self.exposure = Exposure(self.compute)
         # Whether a step has taken gradients and ``step`` was not called yet; whether one was called and may go on.
         self.is_begun, self.is_open = False, False
+        # Whether to guess that nothing is clipped, and whether the step that has begun does.
+        self.chances = Chances() if speculates else None
+        self.is_guessing = False
         # Steps, and passes since the beginning.
         self.steps, self.passes = 0, 0
         # Whether a backward has run since the last forward.
@@ -124,7 +134,15 @@ class Overlap:
         optimizer = self.optimizer
         self._slots = optimizer._options.slots
         self._resize(optimizer, slots)
-        self._follow(optimizer)
+        try:
+            self._follow(optimizer)
+            if self.chances is not None:
+                open_second(optimizer)
+        except BaseException:
+            self._resize(optimizer, self._slots)
+            self.readers.remove()
+            take_off(self._hooks)
+            raise
         optimizer._overlap = self
         # Whatever is under way must not outlive the gradients that it reads.
         self._finalizer = weakref.finalize(optimizer, self._outlive)
@@ -159,6 +177,8 @@ class Overlap:
         """Follow changes of groups, parameters and state."""
         flat = optimizer._flatten()
         if flat is not self._flat:
+            if self.chances is not None:
+                check_masters(optimizer)
             self._flat, self._tables = flat, -1
             self.readers.install(set(map(id, flat.parameters)))
             self._places, self._order = 0, None
@@ -198,6 +218,9 @@ class Overlap:
         if flat is not self._flat or any(one.requires_grad and id(one) not in homes for one in flat.parameters):
             optimizer.prepare()
         self._follow(optimizer)
+        if self.chances is not None and (engine := optimizer._engine) is not None and not engine.closed:
+            # The optimizer may have started over, with an engine that has one copy.
+            engine.open_second()
         self._check_late_reduction(optimizer)
 
     def begin_pass(self) -> None:
@@ -342,7 +365,8 @@ class Overlap:
         if optimizer is None or optimizer._engine is None or optimizer.is_closed or optimizer._is_inherited():
             return False
         options, engine = optimizer._options, optimizer._engine
-        if options.max_grad_norm is not None or options.updates_on_host or engine.distrusted is not None:
+        guesses = options.max_grad_norm is not None
+        if options.updates_on_host or engine.distrusted is not None or (guesses and not self._may_guess(optimizer)):
             return False
         check_not_captured(self.compute, f"a backward with {optimizer._label} under overlap_step")
         if self._pending or self._held:
@@ -352,8 +376,13 @@ class Overlap:
         if options.streams and not engine.has_ring:
             return False
         self._numbers = [optimizer.numbers(group) for group in optimizer.param_groups]
-        self._open(optimizer, engine)
+        self._open(optimizer, engine, guesses)
         return True
+
+    def _may_guess(self, optimizer: Optimizer) -> bool:
+        # In the first step masters are not made yet, so that nothing could be brought back.
+        has_second = optimizer._engine is not None and optimizer._engine.has_second
+        return self.chances is not None and has_second and optimizer._has_stepped and self.chances.allow()
 
     def _is_prepared(self, optimizer: Optimizer) -> bool:
         """Whether every parameter has state, and the engine can work on it as it is."""
@@ -419,6 +448,8 @@ class Overlap:
         looked = one.fitting(gradient)
         if looked is None or one.weight is None or one.home is None:
             return
+        if self.is_guessing and not can_guess(self.optimizer, one):
+            return
         engine, stream, parameter = self.engine, stream_handle(self.compute), one.parameter
         # What is freed now is freed before the last gradient is final, unless this is the last.
         self._freed_before = self._freed
@@ -450,12 +481,17 @@ class Overlap:
         mark(parameters, weakref.ref(self))
 
     def _give_up(self) -> None:
-        """Forget a step whose backward has failed. If updates have begun, the state is torn, and the engine says so."""
+        """Forget a step whose backward has failed. If updates have begun, the state is torn, and the engine says so.
+
+        Nothing is torn by a step that guesses: the engine brings its weights back.
+        """
         self._is_left = False
         if not self.is_begun:
             return
         taken = [one for one in self._all() if one.taken is not None]
-        self.is_begun = False
+        if self.is_guessing and self.chances is not None:
+            self.chances.fail()
+        self.is_begun = self.is_guessing = False
         try:
             self.engine.overlap_abort()
         except Error:
@@ -466,6 +502,11 @@ class Overlap:
             if one.parameter.grad is one.consumed:
                 one.parameter.grad = one.taken
         self._abandon()
+
+    def discard(self) -> None:
+        """Give a guess up: weights and gradients are as they were after the backward."""
+        if self.is_guessing:
+            self._give_up()
 
     def _abandon(self) -> None:
         """Hold no gradient and no parameter of a step any more."""
@@ -485,9 +526,13 @@ class Overlap:
         optimizer = self.optimizer
         engine, compute = optimizer._open()
         taken = [one for one in self._all() if one.taken is not None]
-        if self.is_begun:
+        if self.is_guessing and not self._holds(optimizer, taken):
+            self.discard()
+            optimizer.check_trusted("stepped")
+            taken = []
+        if self.is_begun and not self.is_guessing:
             self._check_unchanged(optimizer, taken)
-        else:
+        elif not self.is_begun:
             self._end()
         flat = optimizer._flatten()
         if not unscale(optimizer):
@@ -499,8 +544,13 @@ class Overlap:
                 "step() without a gradient: under overlap_step every step needs a backward before it; call backward, "
                 "or remove() of the handle"
             )
-        clip = optimizer._clip(found.gradients, compute) if found.parameters else Clip()
+        gradients = _in_order(flat, found, taken) if self.is_guessing else found.gradients
+        clip = optimizer._clip(gradients, compute) if gradients else Clip()
+        limit = optimizer._options.max_grad_norm
+        if self.chances is not None and limit is not None and optimizer._grad_norm is not None:
+            self.chances.note(optimizer._grad_norm, limit)
         if clip.skips:
+            self.discard()
             optimizer._landed.forget(engine)
             return
         if not self.is_begun:
@@ -510,6 +560,16 @@ class Overlap:
             optimizer._landed.check(engine)
         self._commit(optimizer, engine, found, taken, clip.coefficient)
         optimizer._step_s = time.perf_counter() - start
+
+    def _holds(self, optimizer: Optimizer, taken: list[Trained]) -> bool:
+        """Whether gradients and numbers are those that a guess has used."""
+        asked = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+        return (
+            optimizer._options.max_grad_norm is not None
+            and asked == (None, None)
+            and all(one.parameter.grad is one.consumed for one in taken)
+            and [optimizer.numbers(group) for group in optimizer.param_groups] == self._numbers
+        )
 
     def _check_unchanged(self, optimizer: Optimizer, taken: list[Trained]) -> None:
         """Raise if gradients or numbers were changed after gradients were taken: their updates may have run."""
@@ -563,9 +623,10 @@ class Overlap:
         try:
             engine.overlap_commit(tensors, stream, scale, resident)
         except BaseException:
-            if not taken:
+            if not taken or self.is_guessing:
                 self._give_up()
             raise
+        self.is_guessing = False
         self.is_begun, self.is_open, self.steps = False, True, self.steps + 1
         # The engine reads all of these until the updates were submitted.
         self._coefficient = coefficient
@@ -601,12 +662,12 @@ class Overlap:
             found.append((looked, looked, [0] * count))
         return found
 
-    def _open(self, optimizer: Optimizer, engine: _core.Optimizer) -> None:
+    def _open(self, optimizer: Optimizer, engine: _core.Optimizer, guesses: bool = False) -> None:
         """Open a step in the engine."""
         self._engine = engine
         self._updated.clear()
-        engine.overlap_begin(self._order_of(optimizer), self._numbers)
-        self.is_begun, self.is_open = True, False
+        engine.overlap_begin(self._order_of(optimizer), self._numbers, guesses)
+        self.is_begun, self.is_open, self.is_guessing = True, False, guesses
         self._freed = self._freed_before = 0
         self.exposure.begin()
 
@@ -628,6 +689,7 @@ class Overlap:
 
     def before_zero_grad(self, set_to_none: bool) -> None:
         """Prepare for ``zero_grad`` of the optimizer."""
+        self.discard()
         if self.is_begun:
             raise OptionError(
                 "zero_grad() between the last backward and step(): gradients were used already; call step() first, or "
@@ -666,6 +728,8 @@ class Overlap:
             self._finalizer.detach()
             _trace.leaves(optimizer)
             optimizer._overlap = None
+            if self.chances is not None and not optimizer.is_closed and not optimizer._is_inherited():
+                close_second(optimizer)
             self._resize(optimizer, self._slots)
         self.readers.remove()
         take_off(self._hooks)
@@ -688,7 +752,7 @@ class Overlap:
         }
         if engine is not None and optimizer is not None and not optimizer.is_closed and not optimizer._is_inherited():
             others = engine.overlap_stats()
-            found = {**others, **found}
+            found = {**found, **others, "freed_bytes": self._freed_before}
             rooms = optimizer.state.rooms.values()
             resident = sum(4 * local(room.parameter).numel() * len(room.columns) for room in rooms if room.is_resident)
             found["resident_bytes"] = resident
@@ -706,6 +770,13 @@ class Overlap:
         return [
             {**row, "tensors": [names.get((row["table"], tensor), "?") for tensor in row["tensors"]]} for row in rows
         ]
+
+
+def _in_order(flat: Flat, found: Found, taken: list[Trained]) -> list[torch.Tensor]:
+    """Return all gradients of a step in the order of the parameters: a norm depends on it."""
+    known = dict(zip(map(id, found.parameters), found.gradients, strict=True))
+    known.update((id(one.parameter), one.taken) for one in taken if one.taken is not None)
+    return [known[id(parameter)] for parameter in flat.parameters if id(parameter) in known]
 
 
 def _bytes(gradient: list[torch.Tensor]) -> int:

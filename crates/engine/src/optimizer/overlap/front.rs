@@ -4,6 +4,7 @@ use std::sync::{Arc, Weak};
 
 use forebay_device::{Cores, Error as DeviceError, Scalars, SharedDevice, Stream, ThreadHandle};
 
+use super::guess::GuessMemory;
 use super::handover::{Handover, Phase};
 use super::points::Points;
 use super::report::Report;
@@ -44,6 +45,10 @@ pub(super) struct Front {
     /// Whether parameters are on the host, where no stream orders who reads them.
     pub(super) on_host: bool,
     pub(super) pipeline: Weak<Pipeline>,
+    /// What steps need that guess; made with the first of them.
+    pub(super) guess: Option<Arc<GuessMemory>>,
+    /// Whether the step under way, or the last one, guesses: then state may change its side until all was submitted.
+    pub(super) guesses: bool,
     pub(super) step: Option<OpenStep>,
 }
 
@@ -60,6 +65,8 @@ pub(super) struct OpenStep {
     pub(super) offered: Vec<Option<Expected>>,
     /// By tensor: bytes of its gradient, if it was offered.
     pub(super) grad_bytes: Vec<u64>,
+    /// Whether its updates go to the second copy until the commit says what they count for.
+    pub(super) guesses: bool,
     /// Whether the host takes part: then gradients of tensors that are not resident are handed over at the commit.
     pub(super) shared: bool,
 }
@@ -162,7 +169,14 @@ impl Overlap {
     /// The same for one tensor.
     pub(in crate::optimizer) fn finish_tensor(&self, table: usize, tensor: usize) -> Result<()> {
         self.check_not_open()?;
-        let number = lock(&self.front).layout.number(table, tensor);
+        let front = lock(&self.front);
+        if front.guesses {
+            // Its state may move with that of others, also if it has no update.
+            drop(front);
+            return self.finish();
+        }
+        let number = front.layout.number(table, tensor);
+        drop(front);
         number.map_or(Ok(()), |number| self.handover.wait(Some(&[number])).map(drop))
     }
 

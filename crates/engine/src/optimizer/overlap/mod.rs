@@ -13,9 +13,11 @@
 //! - `schedule.rs` decides what runs next; it is pure.
 //! - `front.rs` is the caller's side, `worker.rs` the thread with `step.rs`, what it knows of the step, and `host.rs`, for
 //!   steps in which the host takes part. `handover.rs` is what both sides share, `points.rs` the ends of updates.
+//! - `guess.rs` is for steps that update on a second copy of the state before it is known whether they are clipped.
 //! - `report.rs` is what a step did.
 
 mod front;
+mod guess;
 mod handover;
 mod host;
 #[cfg(all(test, loom))]
@@ -36,6 +38,7 @@ pub(super) use front::Overlap;
 pub use report::{OverlapStats, OverlapUnit};
 
 use self::front::{Expected, Front, OpenStep, not_open, unknown};
+use self::guess::GuessMemory;
 use self::schedule::{Layout, Lies, Part};
 use self::step::{Commit, Message, NewStep, Offer};
 use super::scalars::ScalarSets;
@@ -68,8 +71,23 @@ impl Optimizer {
     /// forward. `groups` are as in [`Self::step`]. What [`Self::overlap_updated`] has not told of the step before is
     /// forgotten.
     pub fn overlap_begin(&self, order: &[Vec<i64>], groups: &[Vec<f64>]) -> Result<()> {
+        self.begin(order, groups, false)
+    }
+
+    /// The same for a step whose gradients may be scaled by what the commit brings: those that are offered are used at
+    /// once, as if that were 1, on the second copy of the state. If it turns out to be 1, the second copy becomes the
+    /// state, else everything is done again from the first. Until then gradients stay in use, and [`Self::overlap_abort`]
+    /// brings the weights back. Needs [`Self::open_second`], and a master for each tensor that is offered.
+    pub fn overlap_begin_speculative(&self, order: &[Vec<i64>], groups: &[Vec<f64>]) -> Result<()> {
+        self.begin(order, groups, true)
+    }
+
+    fn begin(&self, order: &[Vec<i64>], groups: &[Vec<f64>], guesses: bool) -> Result<()> {
         let mut inner = self.open()?;
         inner.check_trusted()?;
+        if guesses {
+            guess::check(&self.device, inner.second, inner.hybrid.is_some())?;
+        }
         let planned = inner.tables.iter().map(|table| table.plan().tensors().len());
         if !order.iter().map(Vec::len).eq(planned) {
             return Err(Error::PlanMismatch {
@@ -100,7 +118,12 @@ impl Optimizer {
         front.groups.resize(tensors, None);
         front.pipeline = inner.pipeline.as_ref().map(Arc::downgrade).unwrap_or_default();
         front.on_host = layout.units.iter().any(|unit| unit.on_host);
+        if guesses && front.guess.as_ref().is_none_or(|memory| !memory.is_for(layout.units.len())) {
+            front.guess = Some(Arc::new(GuessMemory::new(&self.device, &overlap.marks, layout.units.len())?));
+        }
+        front.guesses = guesses;
         let mut step = OpenStep {
+            guesses,
             tables: inner.tables.clone(),
             sets: ScalarSets::new(self.rule, groups.to_vec())?,
             sent: 0,
@@ -131,6 +154,7 @@ impl Optimizer {
             hybrid: inner.hybrid.clone(),
             scalars: step.unsent(),
             layout,
+            guess: front.guess.clone().filter(|_| guesses),
         };
         front.step = Some(step);
         lock(&overlap.report).begin();
@@ -175,11 +199,15 @@ impl Optimizer {
                 remedy: "the host takes part in its update, so hand its gradient over at the commit".to_owned(),
             });
         }
+        if step.guesses {
+            guess::check_offer(spec, state.is_resident())?;
+        }
         if step.offered[tensor].is_some() {
             return Err(Error::PlanMismatch { tensor: spec.name.clone(), reason: "it was offered already".to_owned() });
         }
         let numbers = step.numbers(&layout, tensor, binding.group)?;
-        (binding.scalars, binding.early) = (numbers.set, true);
+        // What is done again has the scale of the commit.
+        (binding.scalars, binding.early) = (numbers.set, !step.guesses);
         (step.offered[tensor], step.grad_bytes[tensor]) = (Some(numbers), binding.grad.bytes());
         groups[tensor] = Some(numbers.group);
         let (scalars, mark) = (step.unsent(), after.map(|_| ready[tensor].clone()));
@@ -214,6 +242,9 @@ impl Optimizer {
             return Err(error);
         }
         let of_step = step.as_mut().ok_or_else(not_open)?;
+        if of_step.guesses && flags.skip.is_some() {
+            return Err(guess::no_skip());
+        }
         if inputs.len() != of_step.tables.len() {
             return Err(Error::PlanMismatch {
                 tensor: format!("a step of {} tables", inputs.len()),

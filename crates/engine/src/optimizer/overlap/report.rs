@@ -40,6 +40,10 @@ pub struct OverlapStats {
     pub pending: u64,
     /// Bytes of gradients that were free to go before the commit.
     pub freed_bytes: u64,
+    /// Steps so far that updated on the second copy before their coefficient was known.
+    pub speculated: u64,
+    /// How many of them were not clipped, so that the second copy became the state.
+    pub accepted: u64,
     /// When the step began; this and what follows are nanoseconds of one clock.
     pub begin_ns: u64,
     /// When it was committed; 0 before.
@@ -54,7 +58,7 @@ pub struct OverlapStats {
 
 impl OverlapStats {
     /// All numbers by name.
-    pub fn named(&self) -> [(&'static str, u64); 17] {
+    pub fn named(&self) -> [(&'static str, u64); 19] {
         [
             ("early_units", self.early_units),
             ("early_bytes", self.early_bytes),
@@ -62,6 +66,8 @@ impl OverlapStats {
             ("late_bytes", self.late_bytes),
             ("pending", self.pending),
             ("freed_bytes", self.freed_bytes),
+            ("speculated", self.speculated),
+            ("accepted", self.accepted),
             ("begin_ns", self.begin_ns),
             ("commit_ns", self.commit_ns),
             ("end_ns", self.end_ns),
@@ -96,7 +102,8 @@ impl Report {
     }
 
     pub(super) fn begin(&mut self) {
-        self.stats = OverlapStats { begin_ns: self.now(), ..OverlapStats::default() };
+        let OverlapStats { speculated, accepted, .. } = self.stats;
+        self.stats = OverlapStats { begin_ns: self.now(), speculated, accepted, ..OverlapStats::default() };
         self.ran.clear();
     }
 
@@ -106,6 +113,12 @@ impl Report {
 
     pub(super) fn end(&mut self) {
         self.stats.end_ns = self.now();
+    }
+
+    /// It is known whether a guess was right.
+    pub(super) fn guessed(&mut self, accepted: bool) {
+        self.stats.speculated += 1;
+        self.stats.accepted += u64::from(accepted);
     }
 
     /// A unit was submitted.

@@ -203,6 +203,11 @@ impl Schedule {
         &self.layout
     }
 
+    /// The same, to keep while the schedule changes.
+    pub(super) fn layout_shared(&self) -> Arc<Layout> {
+        self.layout.clone()
+    }
+
     /// A gradient was offered.
     pub(super) fn offer(&mut self, tensor: usize) {
         self.known[tensor] = Known::Offered;
@@ -294,6 +299,23 @@ impl Schedule {
             false => &mut self.now[kind],
         };
         heap.pop().map(|Reverse((_, unit))| unit)
+    }
+
+    /// Takes the unit to run next among those that travel and have no gradient of the commit.
+    pub(super) fn next_offered(&mut self) -> Option<usize> {
+        debug_assert!(!self.commit_reached, "late ones are among the others then");
+        self.now[1].pop().map(|Reverse((_, unit))| unit)
+    }
+
+    /// A unit that has run has to run once more.
+    pub(super) fn again(&mut self, unit: usize) {
+        let layout = self.layout.clone();
+        for &tensor in &layout.units[unit].tensors {
+            self.left[tensor] += 1;
+        }
+        let left = &self.left;
+        self.completed.retain(|&tensor| left[tensor] == 0);
+        self.let_go(unit);
     }
 
     /// Whether a unit has a gradient that was handed over at the commit.

@@ -5,7 +5,10 @@ use std::sync::Arc;
 
 use forebay_device::{Region, Scalars};
 
+use super::guess::{Guess, GuessMemory};
+use super::handover::Sleep;
 use super::schedule::{Layout, Need, Part, Schedule};
+use super::worker::NAP;
 use crate::error::{Error, Result};
 use crate::flow::{Mark, Pipeline};
 use crate::optimizer::hybrid::Hybrid;
@@ -35,6 +38,8 @@ pub(super) struct NewStep {
     /// Updates what is not resident, where the host takes part.
     pub(super) hybrid: Option<Arc<Hybrid>>,
     pub(super) scalars: Vec<Scalars>,
+    /// What a step needs that updates on the second copy before it is known whether it is clipped.
+    pub(super) guess: Option<Arc<GuessMemory>>,
 }
 
 /// A gradient that will be final when its mark is reached; without a mark it is.
@@ -77,11 +82,12 @@ pub(super) struct Step {
     pub(super) commit: Option<Arc<Mark>>,
     /// The first unit of which something was submitted.
     pub(super) first: Option<usize>,
+    pub(super) guess: Option<Guess>,
 }
 
 impl Step {
     pub(super) fn new(new: NewStep) -> Self {
-        let NewStep { tables, layout, order, pipeline, hybrid, scalars } = new;
+        let NewStep { tables, layout, order, pipeline, hybrid, scalars, guess } = new;
         let empty = |table: &Arc<StateTable>| {
             let tensors = table.plan().tensors().len();
             TableInput { tensors: vec![None; tensors], resident: vec![Vec::new(); tensors] }
@@ -93,6 +99,7 @@ impl Step {
             offered: VecDeque::new(),
             commit: None,
             first: None,
+            guess: guess.map(|memory| Guess::new(memory, tables.len())),
             landed: Vec::new(),
             tables,
             pipeline,
@@ -142,14 +149,24 @@ impl Step {
         (self.values.grad_scale, self.values.skip) = (commit.grad_scale, commit.skip);
         self.schedule.commit(commit.tensors.into_iter());
         (self.commit, self.landed) = (commit.mark, commit.landed);
-        if self.commit.is_none() {
+        if self.commit.is_none() && !self.is_guessing() {
             self.schedule.reach_commit();
         }
     }
 
+    /// Whether it is not known yet what the updates so far count for.
+    pub(super) fn is_guessing(&self) -> bool {
+        self.guess.as_ref().is_some_and(|guess| !guess.is_decided())
+    }
+
     /// Whether there is something to look at again soon.
     pub(super) fn is_looking(&self) -> bool {
-        !self.offered.is_empty()
+        !self.offered.is_empty() || (self.is_guessing() && self.schedule.is_committed())
+    }
+
+    /// How long the thread may sleep if it has nothing to submit.
+    pub(super) fn nap(&self) -> Sleep {
+        if self.is_looking() { Sleep::For(NAP) } else { Sleep::UntilMail }
     }
 
     /// Looks which gradients have become final. Streams reach their marks in the order of the offers, and there are few
@@ -166,6 +183,7 @@ impl Step {
             }
         }
         if !self.offered.is_empty()
+            && !self.is_guessing()
             && let Some(mark) = &self.commit
             && mark.query()?
         {

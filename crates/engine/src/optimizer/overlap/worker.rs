@@ -17,13 +17,13 @@ use super::schedule::{Part, Schedule};
 use super::step::{Message, Step};
 use crate::error::{Error, Result};
 use crate::optimizer::segments::{Segments, TableStep};
-use crate::optimizer::streamed;
+use crate::optimizer::streamed::{self, Way};
 use crate::snapshot::Stepping;
 use crate::sync::{Mutex, lock};
 use crate::trace;
 
 /// How long the thread sleeps between two looks at gradients that are not final yet.
-const NAP: Duration = Duration::from_micros(50);
+pub(super) const NAP: Duration = Duration::from_micros(50);
 
 /// Elements of resident tensors that one launch updates at the most, so that who waits for the first need not wait for
 /// all.
@@ -89,6 +89,11 @@ impl Worker {
             if stepping.is_empty() {
                 stepping.extend(step.tables.iter().filter_map(|table| table.stepping()));
             }
+            if step.is_guessing() {
+                let ran = self.guess(step)?;
+                sleep = if ran { Sleep::Not } else { step.nap() };
+                continue;
+            }
             let mut ran = self.run_resident(step)?;
             self.publish(&mut step.schedule, step.first.is_some())?;
             if step.hybrid.is_none() {
@@ -97,27 +102,23 @@ impl Worker {
                 self.run_hybrid(step)?;
             }
             self.publish(&mut step.schedule, step.first.is_some())?;
-            if step.schedule.is_over() {
+            ran = ran || self.carry(step)?;
+            if !ran && step.schedule.is_over() {
                 return Ok(Ended::Done);
             }
-            sleep = match (ran, step.is_looking()) {
-                (true, _) => Sleep::Not,
-                (false, true) => Sleep::For(NAP),
-                (false, false) => Sleep::UntilMail,
-            };
+            sleep = if ran { Sleep::Not } else { step.nap() };
         }
     }
 
     /// Submits the chunk that is needed first, if one may run.
     fn run_chunk(&self, step: &mut Step) -> Result<bool> {
         let Some(unit) = step.schedule.next(true) else { return Ok(false) };
-        let Some(pipeline) = step.pipeline.clone() else { return Err(crate::optimizer::no_ring()) };
+        let way = step.guess.as_ref().map_or_else(Way::default, |guess| guess.way(step.schedule.layout(), unit));
         let late = self.follow(step, unit)?;
+        self.run_unit(step, unit, way)?;
+        let pipeline = step.pipeline.clone().ok_or_else(crate::optimizer::no_ring)?;
         let of = &step.schedule.layout().units[unit];
-        let (table, Part::Chunk(chunk), bytes, on_host) = (of.table, of.part, of.bytes, of.on_host) else {
-            return Ok(false);
-        };
-        streamed::run_chunk(&pipeline, step.table(table), chunk, &step.values, &self.stream)?;
+        let (bytes, on_host) = (of.bytes, of.on_host);
         if on_host {
             // The new weights are there when they are stored, not when they are updated.
             pipeline.after_stores(&self.stream)?;
@@ -125,6 +126,15 @@ impl Worker {
         step.schedule.ran(unit);
         lock(&self.report).ran(unit, bytes, late);
         Ok(true)
+    }
+
+    /// Submits the chunk of a unit.
+    pub(super) fn run_unit(&self, step: &Step, unit: usize, way: Way<'_>) -> Result<()> {
+        let of = &step.schedule.layout().units[unit];
+        let (Some(pipeline), Part::Chunk(chunk)) = (&step.pipeline, of.part) else {
+            return Err(crate::optimizer::no_ring());
+        };
+        streamed::run_chunk_on(pipeline, step.table(of.table), chunk, &step.values, &self.stream, way)
     }
 
     /// Submits tensors whose state is on the device, those needed first; as many as one launch should have.
@@ -157,7 +167,7 @@ impl Worker {
     }
 
     /// Begins a unit; whether it has gradients of the commit.
-    fn follow(&self, step: &mut Step, unit: usize) -> Result<bool> {
+    pub(super) fn follow(&self, step: &mut Step, unit: usize) -> Result<bool> {
         let late = step.schedule.is_late(unit);
         if late {
             self.pass_commit(step)?;
@@ -211,6 +221,10 @@ impl Worker {
         let failed = match outcome {
             Ok(Ended::Done) => return Ok(()),
             Ok(Ended::Aborted) if step.first.is_none() => return Ok(()),
+            Ok(Ended::Aborted) if step.is_guessing() => match self.take_back(step) {
+                Ok(()) => return Ok(()),
+                Err(error) => error,
+            },
             Ok(Ended::Aborted) => step.torn(),
             Err(error) => error,
         };
