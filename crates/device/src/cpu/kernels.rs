@@ -5,7 +5,8 @@ use super::update::convert::{f32_to_bf16, f32_to_f16};
 use super::update::{Sweep, Unit};
 use crate::kernel::{Dtype, power_element, uniform_element};
 use crate::memory::Region;
-use crate::update::{Rule, Scalars, Segment};
+use crate::update::master::is_pair;
+use crate::update::{Master, Rule, Scalars, Segment};
 
 /// The region as a slice of elements.
 ///
@@ -50,7 +51,16 @@ unsafe fn gives_way(segment: &Segment) -> bool {
     let Some(master) = &segment.master else { return false };
     // SAFETY: as the caller promises; weight and master do not overlap.
     unsafe {
-        let master = slice::<f32>(master);
+        let master = match master {
+            Master::F32(master) => slice::<f32>(master),
+            Master::Compact { low, carry } => {
+                let (weights, carry) = (slice::<u16>(&segment.weight), slice::<u8>(carry));
+                let pairs = weights.iter().zip(&*slice::<u16>(low)).enumerate();
+                return pairs.fold(false, |gives, (i, (&weight, &low))| {
+                    gives | !is_pair(weight, low, carry[i / 8] >> (i % 8) & 1 != 0)
+                });
+            }
+        };
         match segment.weight_dtype {
             Dtype::F32 => differ(master, slice(&segment.weight), f32::to_bits),
             Dtype::Bf16 => differ(master, slice(&segment.weight), f32_to_bf16),
