@@ -20,6 +20,7 @@ from forebay._live import Live, wait_for_live
 from forebay._tensors import address, addresses, local, state_like
 from forebay.checkpoint.contents import ours
 from forebay.optim.base import Optimizer
+from forebay.optim.compact import is_copy
 
 SMALL_BYTES = 64 << 10
 """Host tensors smaller than this are copied one by one."""
@@ -180,7 +181,7 @@ def _stepped(optimizers: list[torch.optim.Optimizer]) -> dict[int, torch.Tensor]
         for one in optimizers
         for group in one.param_groups
         for parameter in group["params"]
-        for tensor in (parameter, *dict.get(one.state, parameter, {}).values())
+        for tensor in (parameter, *dict.values(dict.get(one.state, parameter, {})))
         if isinstance(tensor, torch.Tensor)
     }
 
@@ -194,9 +195,11 @@ def _leaves(value: Any, pinned: set[int]) -> list[torch.Tensor]:
     """Return the tensors in nested state that the engine does not keep.
 
     This includes tensors in the engine's memory whose elements are in another order than in a file: torch would read
-    that memory to put them in order, and the engine would not know of it.
+    that memory to put them in order, and the engine would not know of it. Copies of compact masters are left out.
     """
     if isinstance(value, torch.Tensor):
+        if is_copy(value):
+            return []
         inner = local(value)
         return [] if inner.numel() and address(inner) in pinned and _is_plain(inner) else [value]
     if isinstance(value, dict):

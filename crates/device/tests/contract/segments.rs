@@ -157,7 +157,7 @@ impl Problem {
     ) -> Self {
         let mut images: [Vec<u8>; OPERANDS] = std::array::from_fn(|_| vec![0xa5; 8]);
         let mut segments = Vec::with_capacity(shapes.len());
-        for (index, shape) in shapes.iter().enumerate() {
+        for shape in shapes {
             let mut starts = [0; OPERANDS];
             for operand in shape.operands() {
                 let image = &mut images[operand];

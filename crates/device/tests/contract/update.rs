@@ -424,7 +424,7 @@ fn compact(rule: &'static Rule, values: impl Fn(usize, usize) -> Values) -> Prob
 /// Masters that belong to their weights, many of them ties.
 fn held(segment: usize, i: usize) -> Values {
     let [_, grad, mean, square, largest, master] = plausible(segment, i);
-    let master = if i % 3 == 0 { f32::from_bits(master.to_bits() & !0xffff | 0x8000) } else { master };
+    let master = if i.is_multiple_of(3) { f32::from_bits(master.to_bits() & !0xffff | 0x8000) } else { master };
     [master, grad, mean, square, largest, master]
 }
 
