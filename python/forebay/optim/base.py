@@ -498,7 +498,7 @@ class Optimizer(torch.optim.Optimizer):
             known = self._tables[number].dtypes
             if inner.dtype == known[index]:
                 continue
-            if self._options.keeps_master(inner.dtype) and not self._options.keeps_master(known[index]):
+            if self._options.keeps_master(inner.dtype) and MASTER not in self.state.rooms[id(parameter)].columns:
                 cast.append(f"{self._name(group, position)} (now {inner.dtype})")
             known[index] = inner.dtype
         if cast:
@@ -533,7 +533,7 @@ class Optimizer(torch.optim.Optimizer):
                 continue
             for column in room.columns:
                 if column == MASTER and room.compact is not None:
-                    addresses[number][index].extend(address(part) for part in dict.values(room.compact))
+                    addresses[number][index].extend(map(address, dict.values(room.compact)))
                     continue
                 inner = local(state.view(room, column))
                 if inner.get_device() != table.devices[index] or inner.dtype != torch.float32:

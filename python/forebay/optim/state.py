@@ -343,6 +343,15 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
             self._own(room, name)
         return room.views[name]
 
+    def addresses(self, room: Room) -> list[int]:
+        """Return the addresses of the engine's columns, for state on the device."""
+        found: list[int] = []
+        for name in room.columns:
+            shown = self.shown_value(room, name)
+            parts = dict.values(shown) if isinstance(shown, CompactMaster) else (local(shown),)
+            found += map(address, parts)
+        return found
+
     def _own(self, room: Room, name: str) -> None:
         view = local(self.view(room, name))
         if view.numel():
