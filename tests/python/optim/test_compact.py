@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import forebay
-from support.optim import SHAPES, TINY, clone, give_gradients, groups_of, make, snapshot, train
+from support.optim import SHAPES, clone, give_gradients, groups_of, make, snapshot, train
 from support.overlap import Run, both, net
 from support.tensors import assert_same, random, same_bits
 
@@ -403,11 +403,3 @@ def test_a_parameter_that_was_cast_is_refused_before_anything_changes(device: to
     assert same_bits(parameters[0].detach(), before)
     parameters[1].data = parameters[1].data.bfloat16()
     train(optimizer, parameters, range(2, 3))
-
-
-def test_a_slot_that_is_too_small_is_refused_with_the_bytes(device: torch.device) -> None:
-    optimizer = forebay.AdamW(make(device=device, dtype=BF16), master_weights="compact", chunk_bytes=TINY)
-    optimizer.prepare()
-    on_host = forebay.AdamW(make(dtype=BF16), amsgrad=True, master_weights="compact", chunk_bytes=TINY)
-    with pytest.raises(forebay.OptionError, match=r"chunk_bytes: 1536; 7 values for each element need at least 1792"):
-        on_host.prepare()
