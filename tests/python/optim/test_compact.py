@@ -403,3 +403,25 @@ def test_a_parameter_that_was_cast_is_refused_before_anything_changes(device: to
     assert same_bits(parameters[0].detach(), before)
     parameters[1].data = parameters[1].data.bfloat16()
     train(optimizer, parameters, range(2, 3))
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+def test_state_sleeps_and_wakes_with_the_bits(device: torch.device, placement: str, lazy: bool) -> None:
+    found = []
+    for sleeps in (False, True):
+        model = net(device, BF16)
+        parameters = list(model.parameters())
+        optimizer = forebay.AdamW(parameters, lr=1e-2, placement=placement, master_weights="compact")
+        sleeper = forebay.Sleeper(model, optimizer) if sleeps else None
+        for step in range(4):
+            train(optimizer, parameters, range(step, step + 1))
+            optimizer.zero_grad()
+            if sleeper is not None:
+                sleeper.sleep()
+                kept = [room.compact["master_low"].untyped_storage() for room in optimizer.state.rooms.values()]
+                assert all((storage.nbytes() == 0) == (placement == "resident") for storage in kept)
+                sleeper.wake(lazy=lazy)
+        if sleeper is not None and lazy:
+            model(torch.ones(2, 24, device=device, dtype=BF16))
+        found.append(snapshot(optimizer, parameters))
+    assert_same(*found)
