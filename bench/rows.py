@@ -181,7 +181,7 @@ class Row:
         *,
         workload: str = "qwen2.5-3b",
         dtype: torch.dtype = torch.float32,
-        each_way_bytes: int | None = None,
+        each_way_bytes: float | None = None,
         options: dict[str, Any] | None = None,
     ) -> None:
         self.label = label
@@ -192,7 +192,7 @@ class Row:
         self.options = options or {}
 
 
-def forebay_row(label: str, each_way_bytes: int | None = 8, **settings: Any) -> Row:
+def forebay_row(label: str, each_way_bytes: float | None = 8, **settings: Any) -> Row:
     """Return a row of forebay; settings that are not the row's own are the optimizer's."""
     own = {key: settings.pop(key) for key in ("workload", "dtype") if key in settings}
     return Row(
@@ -210,6 +210,10 @@ ROWS = {
     "forebay-72mib": forebay_row("forebay, 3 slots of 24 MiB", slots=3, chunk_bytes=24 << 20),
     "forebay-resident": forebay_row("forebay, resident", None, placement="resident"),
     "forebay-bf16": forebay_row("forebay, bf16 and f32 master", 12, dtype=torch.bfloat16),
+    # Two moments, and of the master 16 bits and a carry.
+    "forebay-compact": forebay_row(
+        "forebay, bf16 and compact master", 10.125, dtype=torch.bfloat16, master_weights="compact"
+    ),
     "forebay-small": forebay_row("forebay, 10,000 small tensors", workload="small"),
 }
 
@@ -303,7 +307,7 @@ def measure(name: str, spec: dict[str, Any]) -> dict[str, Any]:
 
     count = sum(p.numel() for p in params)
     median_s = statistics.median(step_s)
-    payload = None if row.each_way_bytes is None else row.each_way_bytes * count
+    payload = None if row.each_way_bytes is None else int(row.each_way_bytes * count)
     ring_bytes = int(numbers.get("device_bytes", 0)) if payload else 0
     if ring_bytes and numbers["fetch_bytes"] != payload:
         raise AssertionError(f"fetched {numbers['fetch_bytes']} bytes where {payload} are the payload")

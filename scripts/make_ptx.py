@@ -41,7 +41,8 @@ def load_nvrtc() -> ctypes.CDLL:
 
 def compile_ptx(nvrtc: ctypes.CDLL, source: Path) -> str:
     """Compile a file of CUDA C++ to PTX text."""
-    headers = sorted(FOLDER.glob("*.cuh"))
+    # A rule's kernels for another format include the rule's own file.
+    headers = sorted([*FOLDER.glob("*.cuh"), *FOLDER.glob("*.cu")])
     texts = (ctypes.c_char_p * len(headers))(*[header.read_bytes() for header in headers])
     names = (ctypes.c_char_p * len(headers))(*[header.name.encode() for header in headers])
     program = ctypes.c_void_p()

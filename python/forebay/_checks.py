@@ -59,10 +59,11 @@ def one_of(name: str, value: T, choices: Sequence[T]) -> T:
     return value
 
 
-def switch(name: str, value: Any) -> bool | None:
-    """Check a switch that is True, False, or None for the default."""
+def switch(name: str, value: Any, *others: str) -> bool | None:
+    """Check a switch that is True, False, or None for the default. ``others`` are what the caller takes besides."""
     if value not in (None, True, False):
-        raise OptionError(f"invalid {name}: {value!r}; use True, False or None")
+        named = "".join(f", {other!r}" for other in others)
+        raise OptionError(f"invalid {name}: {value!r}; use True, False{named} or None")
     return None if value is None else bool(value)
 
 

@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["ActivationPlan", "Activations", "CHECKPOINT_BLOCK_BYTES", "CallKind", "CallTimes", "Checkpoint", "HostCopies", "HostView", "LayerCost", "LayerPlan", "LayerStats", "Looked", "MeasuredCall", "MeasuredPass", "Moved", "OffloadStats", "Opened", "Optimizer", "PassCost", "PassSample", "Route", "Rule", "Saved", "Saving", "Slabs", "Snapshot", "TensorCost", "Trace", "TracedWork", "_errors_for_test", "_gil_is_released_for_test", "_memory_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "bytes_faulted_in", "check_contract", "check_host", "checkpoint_summary", "command", "count_copied", "count_save_wait", "export_weights", "forget_parent_totals", "host_memory", "kept_copy_bytes", "latest_checkpoint", "look", "look_with_gradients", "open_through_torch", "probe", "release_copies", "totals", "verify_checkpoint", "version", "write_checkpoint"]
+__all__ = ["ActivationPlan", "Activations", "CHECKPOINT_BLOCK_BYTES", "CallKind", "CallTimes", "Checkpoint", "HostCopies", "HostView", "LayerCost", "LayerPlan", "LayerStats", "Looked", "MeasuredCall", "MeasuredPass", "Moved", "OffloadStats", "Opened", "Optimizer", "PassCost", "PassSample", "Route", "Rule", "Saved", "Saving", "Slabs", "Snapshot", "TensorCost", "Trace", "TracedWork", "_errors_for_test", "_gil_is_released_for_test", "_memory_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "bytes_faulted_in", "check_contract", "check_host", "checkpoint_summary", "command", "count_copied", "count_save_wait", "export_weights", "forget_parent_totals", "host_memory", "keep_masters", "kept_copy_bytes", "latest_checkpoint", "look", "look_with_gradients", "open_through_torch", "probe", "read_masters", "release_copies", "totals", "verify_checkpoint", "version", "write_checkpoint"]
 
 CHECKPOINT_BLOCK_BYTES: Final[int]
 """
@@ -487,10 +487,11 @@ class Optimizer:
         """
         Make the next update on the host's threads fail, for tests.
         """
-    def add(self, /, tensors: SupportsGetItem[int, tuple[str, SupportsIndex, SupportsIndex, bool, bool]], hypers: SupportsGetItem[int, SupportsGetItem[int, SupportsFloat | SupportsIndex]], resident: bool = False) -> int:
+    def add(self, /, tensors: SupportsGetItem[int, tuple[str, SupportsIndex, SupportsIndex, str, bool]], hypers: SupportsGetItem[int, SupportsGetItem[int, SupportsFloat | SupportsIndex]], resident: bool = False) -> int:
         """
         Create zeroed state for a list of tensors and return the number of their table. A tensor is its name, elements,
-        the number of its group in `hypers`, whether it has a master, and whether it lies on the host.
+        the number of its group in `hypers`, the format of its master ("f32", "compact" or ""), and whether it lies on the
+        host.
         State of a resident table is the caller's, on the device, whatever the placement of other tables is.
         """
     def close(self, /) -> None:
@@ -745,6 +746,10 @@ class Rule:
     def shows_step(self, /) -> bool:
         """
         Whether a parameter's state shows its step counter.
+        """
+    def state_bytes(self, /, hypers: SupportsGetItem[int, SupportsFloat | SupportsIndex], master: str, elements: SupportsIndex) -> int:
+        """
+        Bytes of state of a parameter in a group with these numbers, whose master has this format ("" for none).
         """
 
 @final
@@ -1067,6 +1072,11 @@ def host_memory() -> tuple[int, int]:
     Bytes of host memory that this process may use in all, and that are available now.
     """
 
+def keep_masters(masters: SupportsIndex, low: SupportsIndex, carry: SupportsIndex, elements: SupportsIndex) -> None:
+    """
+    Write what is kept of f32 masters beside their weights: lower halves and carries. All of it is on the host.
+    """
+
 def kept_copy_bytes() -> int:
     """
     Bytes of memory that are kept for the copies of the next snapshot.
@@ -1099,6 +1109,12 @@ def open_through_torch() -> None:
 def probe(device: str | None = None) -> str:
     """
     Measure a device, by default the first GPU; JSON text.
+    """
+
+def read_masters(weights: SupportsIndex, low: SupportsIndex, carry: SupportsIndex, masters: SupportsIndex, elements: SupportsIndex) -> None:
+    """
+    Write the f32 masters of bf16 weights, from the lower halves and carries that are kept beside them. All of it is on
+    the host, by address, and none of it is written by others meanwhile.
     """
 
 def release_copies() -> int:

@@ -16,7 +16,7 @@ import forebay
 from support.processes import environment
 
 REPOSITORY = Path(__file__).parents[2]
-STREAMED = ["forebay", "forebay-72mib", "forebay-bf16", "forebay-small"]
+STREAMED = ["forebay", "forebay-72mib", "forebay-bf16", "forebay-compact", "forebay-small"]
 
 
 def run(script: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -57,7 +57,7 @@ def test_every_row_has_numbers_or_a_reason(bench) -> None:
 @pytest.mark.parametrize("name", STREAMED)
 def test_a_streamed_row_is_set_against_the_wire(bench, name: str) -> None:
     row = next(row for row in bench[1]["rows"] if row["name"] == name)
-    each_way = 12 if name == "forebay-bf16" else 8
+    each_way = {"forebay-bf16": 12, "forebay-compact": 10.125}.get(name, 8)
     assert row["payload_bytes"] == each_way * row["params"] == row["last_step"]["fetch_bytes"]
     assert row["floor_step_s"] == pytest.approx(row["payload_bytes"] / 5e9)
     assert row["percent_of_wire"] == pytest.approx(100 * row["floor_step_s"] / row["median_step_s"])

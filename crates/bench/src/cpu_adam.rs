@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use forebay::device::kernel::uniform_element;
-use forebay::device::update::RULES;
+use forebay::device::update::{Master, RULES};
 use forebay::device::{
     Dtype, HostMemory, HostOptions, HostThreads, HostUpdate, Region, Segment, SharedDevice, SlabLayout, host_cores,
 };
@@ -118,7 +118,7 @@ pub fn bench_cpu_adam(
                 grad: part(1, case.dtype)?,
                 grad_dtype: case.dtype,
                 state: [Some(part(2, Dtype::F32)?), Some(part(3, Dtype::F32)?), None],
-                master: if case.dtype == Dtype::F32 { None } else { Some(part(4, Dtype::F32)?) },
+                master: if case.dtype == Dtype::F32 { None } else { Some(Master::F32(part(4, Dtype::F32)?)) },
                 first: 0,
                 scalars: 0,
             };

@@ -7,7 +7,7 @@ use clap::{Args, Parser, Subcommand};
 use forebay_bench::{CpuAdamOptions, Link, Model};
 
 use crate::output::Json;
-use crate::plan::{WeightType, rule_names};
+use crate::plan::{MasterType, WeightType, rule_names};
 
 /// Keeps a GPU fed with training state that does not fit on it.
 #[derive(Debug, Parser)]
@@ -142,9 +142,12 @@ pub(crate) struct PlanStepArgs {
     /// Synthetic shapes with this many parameters: 40000000, 40e6 or 40M
     #[arg(long, value_parser = count)]
     pub(crate) params: Option<u64>,
-    /// Type of the weights and gradients; half types have f32 master weights
+    /// Type of the weights and gradients; half types have master weights
     #[arg(long, value_enum, default_value_t = WeightType::F32)]
     pub(crate) dtype: WeightType,
+    /// How the master weights of half types are kept
+    #[arg(long, value_enum, default_value_t = MasterType::F32)]
+    pub(crate) master: MasterType,
     /// The optimizer's update rule, with its default settings
     #[arg(long, value_parser = PossibleValuesParser::new(rule_names()), default_value = rule_names()[0])]
     pub(crate) rule: String,

@@ -2,7 +2,7 @@
 
 use clap::ValueEnum;
 use forebay::Error;
-use forebay::device::{Column, Rule};
+use forebay::device::{Column, MasterFormat, Rule};
 use forebay::plan::{PlanOptions, StepPlan, TensorSpec, state_bytes};
 use forebay_bench::Model;
 use serde::Serialize;
@@ -37,18 +37,38 @@ impl WeightType {
         if self == Self::F32 { 4 } else { 2 }
     }
 
-    /// Half types keep f32 master weights.
-    fn has_master(self) -> bool {
-        self != Self::F32
-    }
-
-    fn describe(self) -> &'static str {
-        match self {
-            Self::F32 => "f32",
-            Self::Bf16 => "bf16 with f32 master weights",
-            Self::F16 => "f16 with f32 master weights",
+    /// Half types keep master weights.
+    fn masters(self, format: MasterType) -> Result<MasterFormat, Error> {
+        match (self, format) {
+            (Self::Bf16, MasterType::Compact) => Ok(MasterFormat::Compact),
+            (_, MasterType::Compact) => Err(Error::InvalidOption {
+                option: "master",
+                value: "compact".to_owned(),
+                remedy: "compact masters are for bf16; add --dtype bf16".to_owned(),
+            }),
+            (Self::F32, MasterType::F32) => Ok(MasterFormat::None),
+            (Self::Bf16 | Self::F16, MasterType::F32) => Ok(MasterFormat::F32),
         }
     }
+
+    fn describe(self, format: MasterType) -> &'static str {
+        match (self, format) {
+            (Self::F32, _) => "f32",
+            (Self::Bf16, MasterType::F32) => "bf16 with f32 master weights",
+            (Self::Bf16, MasterType::Compact) => "bf16 with compact master weights",
+            (Self::F16, _) => "f16 with f32 master weights",
+        }
+    }
+}
+
+/// How the master weights of half types are kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum MasterType {
+    /// As f32
+    F32,
+    /// In 17 bits beside a bf16 weight
+    Compact,
 }
 
 /// A plan and the figures that follow from it.
@@ -58,6 +78,8 @@ struct Planned {
     rule: String,
     model: String,
     dtype: WeightType,
+    /// Of half types.
+    master: MasterType,
     params: u64,
     tensors: usize,
     /// State that one step moves each way, without alignment.
@@ -90,7 +112,7 @@ fn plan(args: &PlanStepArgs) -> Result<Planned, Failure> {
     let model = named.transpose()?;
     let params = model.as_ref().map_or(args.params.unwrap_or(0), Model::params);
     let rule = Rule::named(&args.rule).map_err(Error::from)?;
-    let columns = rule.kept(rule.defaults, args.dtype.has_master());
+    let columns = rule.kept(rule.defaults, args.dtype.masters(args.master)?);
     // Before the shapes are made: their list alone might not fit.
     check_size(params, &columns, chunk_bytes, slots)?;
     let model = match model {
@@ -111,6 +133,7 @@ fn plan(args: &PlanStepArgs) -> Result<Planned, Failure> {
         rule: args.rule.clone(),
         model: model.name,
         dtype: args.dtype,
+        master: args.master,
         params,
         tensors: plan.tensors().len(),
         payload_bytes,
@@ -135,7 +158,9 @@ fn check_size(params: u64, columns: &[Column], chunk_bytes: u64, slots: usize) -
             remedy: format!("no device has memory for this many slots of {chunk_bytes} bytes"),
         });
     }
-    let state_bytes = params.saturating_mul(state_bytes(columns, 1));
+    // Of a million elements: some columns have less than a byte for each.
+    let state_bytes = (u128::from(params) * u128::from(state_bytes(columns, 1_000_000))).div_ceil(1_000_000);
+    let state_bytes = u64::try_from(state_bytes).unwrap_or(u64::MAX);
     if state_bytes.div_ceil(chunk_bytes) > MAX_CHUNKS {
         return Err(Error::InvalidOption {
             option: "chunk_bytes",
@@ -151,7 +176,7 @@ fn text(planned: &Planned) -> String {
         "plan of a streamed step: {}, {}, {}, forebay {}\n\n{}\n",
         planned.rule,
         planned.model,
-        planned.dtype.describe(),
+        planned.dtype.describe(planned.master),
         planned.version,
         planned.plan
     );

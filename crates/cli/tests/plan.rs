@@ -23,6 +23,22 @@ fn the_text_has_the_plan_and_its_figures() {
 }
 
 #[test]
+fn compact_masters_take_17_bits() {
+    let printed = said("plan step --model qwen2.5-3b --dtype bf16 --master compact --wire-gbps 50");
+    for part in
+        ["bf16 with compact master weights", "10.125", "exp_avg, exp_avg_sq, master_low, master_carry", "624.9 ms at"]
+    {
+        assert!(printed.contains(part), "{part:?} in {printed}");
+    }
+    let found = json("plan step --params 2M --dtype bf16 --master compact --json -");
+    assert_eq!((&found["master"], count(&found, "payload_bytes")), (&"compact".into(), 20_250_000));
+    for dtype in ["f32", "f16"] {
+        let args = format!("plan step --params 2M --dtype {dtype} --master compact");
+        refused_at_once(&args, 2, &["invalid --master: compact", "compact masters are for bf16", "--dtype bf16"]);
+    }
+}
+
+#[test]
 fn the_default_is_a_model_in_f32_without_a_wire() {
     let printed = said("plan step");
     assert_eq!(printed, said("plan step --model qwen2.5-3b --dtype f32 --rule adamw --slots 4 --chunk-bytes 16MiB"));

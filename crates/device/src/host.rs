@@ -86,7 +86,7 @@ impl HostUpdate {
                     });
                 }
             }
-            segment.check(self.rule, self.scalars.len())?;
+            segment.check(self.rule, self.scalars.len(), self.trust_master)?;
         }
         Ok(())
     }

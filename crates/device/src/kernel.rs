@@ -17,7 +17,7 @@ pub enum Dtype {
 
 impl Dtype {
     /// Bytes of one element.
-    pub fn bytes(self) -> u64 {
+    pub const fn bytes(self) -> u64 {
         match self {
             Self::F32 => 4,
             Self::Bf16 | Self::F16 => 2,
@@ -217,7 +217,8 @@ impl Kernel<'_> {
                         return refuse(format!("the flag for masters that gave way overlaps {other:?}"));
                     }
                 }
-                update.segments.iter().try_for_each(|segment| segment.check(update.rule, update.scalars.len()))
+                let sets = update.scalars.len();
+                update.segments.iter().try_for_each(|segment| segment.check(update.rule, sets, update.trust_master))
             }
             Self::CompareMasters { pairs, .. } | Self::RoundMasters { pairs } => {
                 if let Self::CompareMasters { differ, .. } = self {

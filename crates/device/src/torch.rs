@@ -22,6 +22,7 @@ use crate::ledger::{Charge, Ledger};
 use crate::memory::{Buffer, DeviceId, Place, Region, Slab, SlabLayout};
 use crate::pinned::{HostMapping, PinStats};
 use crate::stream::{Event, EventKind, Stream, StreamKind};
+use crate::update::Segment;
 
 /// Something of torch's: a tensor, a stream or an event.
 pub type Handle = Arc<dyn Any + Send + Sync>;
@@ -332,6 +333,12 @@ impl Device for TorchDevice {
 
     fn launch(&self, stream: &Stream, kernel: &Kernel<'_>) -> Result<()> {
         kernel.check(self.info.id)?;
+        if let Kernel::Update(update) = kernel
+            && update.segments.iter().any(Segment::is_compact)
+        {
+            let reason = "compact masters on a device of torch's; use f32 masters".to_owned();
+            return Err(Error::BadOperands { operation: kernel.name(), reason });
+        }
         self.driver.launch(self.queue(stream)?, kernel)
     }
 

@@ -6,8 +6,8 @@ use common::trial::{Rig, Scenario, Tensor, group_tensors, mixed_tensors};
 use common::{Subject, device_error};
 use forebay::Error;
 use forebay::device::fault::{Call, Misbehaviour};
-use forebay::device::update::{MASTER, RULES};
-use forebay::device::{self, Column, Dtype, Region, Rule};
+use forebay::device::update::{MASTER, MASTER_CARRY, MASTER_LOW, RULES};
+use forebay::device::{self, Column, Dtype, Region, Rule, Stored};
 use forebay::optimizer::Placement::{self, Host, Hybrid, Resident, Stream};
 use forebay::optimizer::{HostShare, Optimizer, OptimizerOptions, TableInput};
 use forebay::plan::TensorSpec;
@@ -525,7 +525,7 @@ fn columns_that_are_not_the_rule_s_are_refused_by_name() {
     let on = Subject::open(common::Kind::Cpu);
     let adamw = rule("adamw");
     let [mean, square, largest] = [0, 1, 2].map(|i| adamw.columns[i]);
-    let short = Column { dtype: Dtype::Bf16, ..mean };
+    let short = Column { stored: Stored::Number(Dtype::Bf16), ..mean };
     for (columns, reason) in [
         (vec![mean], "adamw needs the column exp_avg_sq"),
         (vec![square, MASTER], "adamw needs the column exp_avg"),
@@ -535,6 +535,13 @@ fn columns_that_are_not_the_rule_s_are_refused_by_name() {
         (vec![square, mean], "its columns are not in the order of adamw"),
         (vec![mean, square, square], "its columns are not in the order of adamw"),
         (vec![mean, square, MASTER, largest], "its columns are not in the order of adamw"),
+        (
+            vec![mean, square, MASTER_CARRY, MASTER_LOW],
+            "master_carry, master_low are not the columns of one format of masters",
+        ),
+        (vec![mean, square, MASTER_LOW], "master_low are not the columns of one format of masters"),
+        (vec![mean, square, MASTER, MASTER_LOW, MASTER_CARRY], "are not the columns of one format of masters"),
+        (vec![mean, square, MASTER_LOW, MASTER_CARRY, largest], "its columns are not in the order of adamw"),
     ] {
         for placement in PLACEMENTS {
             let tensor =

@@ -440,7 +440,7 @@ fn the_pipeline_allocates_its_ring_and_nothing_after(on: &Subject) {
 #[test]
 fn the_ring_is_what_the_plan_says() {
     let on = Subject::open(Kind::Cpu);
-    let tensors = Scenario::new(mixed_tensors(), 2, 1024).plan().tensors().to_vec();
+    let tensors = Scenario::new(mixed_tensors(), 2, 1280).plan().tensors().to_vec();
     let plan = StepPlan::new(tensors, Default::default()).unwrap();
     let ring_bytes = plan.ring_bytes();
     let rule = Rule::named("adamw").unwrap();

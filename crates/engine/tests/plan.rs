@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 
 use forebay::Error;
-use forebay::device::update::MASTER;
-use forebay::device::{ALIGN_BYTES, Column, Dtype, Rule};
+use forebay::device::update::{MASTER, MASTER_CARRY, MASTER_LOW};
+use forebay::device::{ALIGN_BYTES, Column, Dtype, MasterFormat, Rule, Stored};
 use forebay::plan::{ALIGN_ELEMENTS, Bucket, HOST_OPERANDS, PlanOptions, StepPlan, TensorSpec};
 use forebay_device::testing::kinds::cases;
 use proptest::prelude::*;
@@ -16,8 +16,8 @@ const LARGEST: u64 = 5000;
 const WIDTH: u64 = 4;
 
 /// One number for each block of elements, as quantised state has, and one of half the width.
-const SCALE: Column = Column { name: "scale", dtype: Dtype::Bf16, block: 256 };
-const HALF: Column = Column { name: "half", dtype: Dtype::F16, block: 1 };
+const SCALE: Column = Column { name: "scale", stored: Stored::Number(Dtype::Bf16), block: 256 };
+const HALF: Column = Column { name: "half", stored: Stored::Number(Dtype::F16), block: 1 };
 
 fn spec(name: &str, elements: u64, amsgrad: bool, master: bool) -> TensorSpec {
     let adamw = Rule::named("adamw").unwrap();
@@ -35,6 +35,7 @@ fn columns() -> impl Strategy<Value = Vec<Column>> {
         Just(vec![HALF, SCALE]),
         Just(vec![SCALE, HALF, MASTER]),
         Just(vec![Column::f32("exp_avg"), SCALE, HALF, MASTER]),
+        Just(vec![Column::f32("exp_avg"), MASTER_LOW, MASTER_CARRY]),
     ];
     prop_oneof![4 => adamw, 2 => few, 2 => with_blocks]
 }
@@ -196,7 +197,7 @@ proptest! {
             prop_assert_eq!(bucket.first_arena, next);
             for column in &bucket.columns {
                 let values = bucket.elements.div_ceil(u64::from(column.block));
-                prop_assert_eq!(arenas[next], values * column.dtype.bytes());
+                prop_assert_eq!(arenas[next], values * column.stored.bytes());
                 next += 1;
             }
         }
@@ -230,7 +231,7 @@ proptest! {
     fn a_tensor_larger_than_an_arena_is_refused_by_name(limit in 4..LARGEST * 8, tensors in tensors()) {
         let options = PlanOptions { arena_limit_bytes: limit, ..PlanOptions::default() };
         // The widest column says how many elements there may be; without any, as many as of an f32.
-        let most = |column: &Column| limit / column.dtype.bytes() * u64::from(column.block);
+        let most = |column: &Column| limit / column.stored.bytes() * u64::from(column.block);
         let most = |tensor: &TensorSpec| tensor.columns.iter().map(most).min().unwrap_or(limit / WIDTH);
         let large = tensors.iter().find(|tensor| tensor.elements > most(tensor)).cloned();
         match (StepPlan::new(tensors, options), large) {
@@ -257,10 +258,12 @@ fn part_ends(bucket: &Bucket, elements: u64, offsets: &[u64]) -> Vec<u64> {
 /// All that a plan says of itself, written down by hand.
 fn as_json(plan: &StepPlan) -> Value {
     let column = |column: &Column| {
-        let dtype = match column.dtype {
-            Dtype::F32 => "f32",
-            Dtype::Bf16 => "bf16",
-            Dtype::F16 => "f16",
+        let dtype = match column.stored {
+            Stored::Number(Dtype::F32) => "f32",
+            Stored::Number(Dtype::Bf16) => "bf16",
+            Stored::Number(Dtype::F16) => "f16",
+            Stored::U16 => "u16",
+            Stored::U8 => "u8",
         };
         json!({"name": column.name, "dtype": dtype, "block": column.block})
     };
@@ -314,6 +317,8 @@ fn a_slot_too_small_for_one_unit_of_every_column_is_refused_with_what_is_needed(
         (vec![], true, 512),
         (vec![MASTER], false, 512),
         (vec![MASTER], true, 768),
+        (vec![MASTER_LOW, MASTER_CARRY], false, 512),
+        (vec![MASTER_LOW, MASTER_CARRY], true, 1024),
         (vec![SCALE], false, 2048),
         (vec![SCALE, HALF, MASTER], false, 2048),
         (vec![SCALE, HALF, MASTER], true, 256 + 512 + 1024 + 2048),
@@ -376,6 +381,23 @@ fn a_column_of_blocks_cuts_where_blocks_end() {
     let json = serde_json::to_value(&plan).unwrap();
     let scale = json!({"name": "scale", "dtype": "bf16", "block": 256});
     assert_eq!((&json["buckets"][0]["columns"][1], &json["tensors"][2]["columns"][1]), (&scale, &scale));
+}
+
+/// What aligns the parts of a slot is lost once for each part, and not for each 64 elements.
+#[test]
+fn a_chunk_of_narrow_columns_fills_its_slot() {
+    let adamw = Rule::named("adamw").unwrap();
+    let columns = adamw.kept(adamw.defaults, MasterFormat::Compact);
+    let tensor = TensorSpec { name: "p".to_owned(), elements: 3_000_000, columns, on_host: false };
+    let options = PlanOptions::default();
+    let plan = StepPlan::new(vec![tensor], options).unwrap();
+    assert_eq!(plan.payload_bytes(), 3_000_000 * 10 + 375_000);
+    let bucket = &plan.buckets()[0];
+    let bytes = |elements| bucket.part_offsets(elements).last().copied().unwrap();
+    let most = plan.chunks()[0].elements;
+    assert!(bytes(most) <= options.slot_bytes && bytes(most + ALIGN_ELEMENTS) > options.slot_bytes, "{most}");
+    assert_eq!(most % ALIGN_ELEMENTS, 0);
+    assert!(most * 81 / 8 > options.slot_bytes - 2048, "10.125 bytes for each of {most} elements");
 }
 
 #[test]

@@ -95,7 +95,7 @@ fn streamed_equals_resident_with_more_slots_than_chunks(on: &Subject) {
 }
 
 fn streamed_equals_resident_with_every_type_and_gaps_in_the_gradients(on: &Subject) {
-    for (slots, slot_bytes) in [(2, 4096), (3, 1024), (4, 16 << 10), (7, 1 << 20)] {
+    for (slots, slot_bytes) in [(2, 4096), (3, 1280), (4, 16 << 10), (7, 1 << 20)] {
         for rule in RULES {
             let scenario = Scenario { missing: gaps, ..Scenario::new(mixed_tensors(), slots, slot_bytes) }.with(rule);
             scenario.check(on, if rule.name == "adamw" { 10 } else { 4 });
@@ -132,7 +132,7 @@ fn streamed_equals_resident_with_slots_of_any_size(on: &Subject) {
 /// Parameters and gradients of some tensors lie on the host and travel with the state.
 fn streamed_equals_resident_with_parameters_on_the_host(on: &Subject) {
     let missing = |step, tensor| (step * 5 + tensor * 3) % 4 == 0;
-    for (slots, slot_bytes, every) in [(2, 1536, 1), (3, 4099, 2), (7, 1 << 20, 3)] {
+    for (slots, slot_bytes, every) in [(2, 1792, 1), (3, 4099, 2), (7, 1 << 20, 3)] {
         let place = |(i, tensor): (usize, Tensor)| if i % every == 0 { tensor.on_host() } else { tensor };
         let tensors = mixed_tensors().into_iter().enumerate().map(place).collect();
         let scenario = Scenario { missing, ..Scenario::new(tensors, slots, slot_bytes) };

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 
 use forebay::device::torch::{Block, Driver, Handle, Pinning, origin_of, register};
-use forebay::device::{Dtype, Error, Kernel, Place, Region, Segment, Update};
+use forebay::device::{Dtype, Error, Kernel, Master, Place, Region, Segment, Update};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -205,7 +205,12 @@ fn number(dtype: Dtype) -> u8 {
 fn segment<'py>(py: Python<'py>, of: &Segment) -> PyResult<Bound<'py, PyTuple>> {
     let columns = of.state.iter().map(|column| maybe(py, column.as_ref())).collect::<PyResult<Vec<_>>>()?;
     let (weight, grad) = (part(py, &of.weight)?, part(py, &of.grad)?);
-    let master = maybe(py, of.master.as_ref())?;
+    // Compact ones were refused.
+    let master = match &of.master {
+        Some(Master::F32(master)) => Some(master),
+        _ => None,
+    };
+    let master = maybe(py, master)?;
     (weight, number(of.weight_dtype), grad, number(of.grad_dtype), columns, master, of.scalars).into_pyobject(py)
 }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use forebay::Result;
-use forebay::device::{HostOptions, Place, Region, Rule, SharedDevice};
+use forebay::device::{HostOptions, MasterFormat, Place, Region, Rule, SharedDevice};
 use forebay::optimizer::{Binding, Number, OptimizerOptions, Placement, TableInput};
 use forebay::plan::{PlanOptions, StepPlan, TensorSpec};
 use pyo3::prelude::*;
@@ -42,17 +42,15 @@ impl Options {
     }
 }
 
-/// A tensor that gets state: name, elements, the number of its group, whether it has a master, and
+/// A tensor that gets state: name, elements, the number of its group, the format of its master (empty for none), and
 /// whether it lies on the host.
-pub(crate) type NewTensor = (String, u64, usize, bool, bool);
+pub(crate) type NewTensor = (String, u64, usize, String, bool);
 
 /// The tensors of a new table, with the columns that their groups' numbers call for.
-pub(crate) fn specs(rule: &Rule, tensors: Vec<NewTensor>, hypers: &[Vec<f64>]) -> Vec<TensorSpec> {
-    let spec = |(name, elements, group, master, on_host): NewTensor| TensorSpec {
-        name,
-        elements,
-        columns: rule.kept(&hypers[group], master),
-        on_host,
+pub(crate) fn specs(rule: &Rule, tensors: Vec<NewTensor>, hypers: &[Vec<f64>]) -> Result<Vec<TensorSpec>> {
+    let spec = |(name, elements, group, master, on_host): NewTensor| {
+        let columns = rule.kept(&hypers[group], MasterFormat::named(&master)?);
+        Ok(TensorSpec { name, elements, columns, on_host })
     };
     tensors.into_iter().map(spec).collect()
 }

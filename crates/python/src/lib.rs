@@ -16,6 +16,7 @@ mod error;
 mod guard;
 mod inputs;
 mod looked;
+mod masters;
 mod measure;
 mod optimizer;
 mod overlap;
@@ -49,6 +50,8 @@ mod _core {
     use crate::command::command;
     #[pymodule_export]
     use crate::looked::{Looked, look, look_with_gradients};
+    #[pymodule_export]
+    use crate::masters::{keep_masters, read_masters};
     #[pymodule_export]
     use crate::measure::{backends, bench_placements, bench_step, check_contract, check_host, host_memory, probe};
     #[pymodule_export]

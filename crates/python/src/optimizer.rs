@@ -91,11 +91,12 @@ impl Optimizer {
     }
 
     /// Create zeroed state for a list of tensors and return the number of their table. A tensor is its name, elements,
-    /// the number of its group in `hypers`, whether it has a master, and whether it lies on the host.
+    /// the number of its group in `hypers`, the format of its master ("f32", "compact" or ""), and whether it lies on the
+    /// host.
     /// State of a resident table is the caller's, on the device, whatever the placement of other tables is.
     #[pyo3(signature = (tensors, hypers, resident=false))]
     fn add(&self, py: Python<'_>, tensors: Vec<NewTensor>, hypers: Vec<Vec<f64>>, resident: bool) -> PyResult<usize> {
-        guard::run(py, || self.inner.add_at(specs(self.inner.rule(), tensors, &hypers), resident))
+        guard::run(py, || self.inner.add_at(specs(self.inner.rule(), tensors, &hypers)?, resident))
     }
 
     /// A tensor's column in pinned memory, or its step counter, as a buffer. A column that is not there gives nothing.

@@ -1,6 +1,8 @@
 //! Update rules as Python sees them.
 
 use forebay::device;
+use forebay::device::MasterFormat;
+use forebay::plan::state_bytes;
 use pyo3::prelude::*;
 
 use crate::guard;
@@ -58,5 +60,10 @@ impl Rule {
     /// The columns that a group with these numbers needs, without the master.
     fn keeps(&self, hypers: Vec<f64>) -> Vec<&'static str> {
         self.rule.kept(&hypers, false).iter().map(|column| column.name).collect()
+    }
+
+    /// Bytes of state of a parameter in a group with these numbers, whose master has this format ("" for none).
+    fn state_bytes(&self, py: Python<'_>, hypers: Vec<f64>, master: &str, elements: u64) -> PyResult<u64> {
+        guard::run(py, || Ok(state_bytes(&self.rule.kept(&hypers, MasterFormat::named(master)?), elements)))
     }
 }

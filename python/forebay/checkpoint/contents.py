@@ -22,6 +22,7 @@ from forebay.checkpoint.arguments import check_belongs
 from forebay.checkpoint.values import Encoded
 from forebay.errors import CheckpointError, OptionError
 from forebay.optim.base import Optimizer
+from forebay.optim.compact import is_copy
 from forebay.optim.state import MASTER
 
 if TYPE_CHECKING:
@@ -231,6 +232,9 @@ def set_contents(
             if _is_state(name) and not name.endswith(MASTER_SUFFIX) and isinstance(value, torch.Tensor):
                 local(value).zero_()
                 _forget_late(contents["optimizer"]["state"], name, optimizers)
+            elif _is_state(name) and is_copy(value):
+                # A compact master that the load sets to its weight.
+                contents["optimizer"]["state"][_parameter_of(name)].pop(MASTER, None)
     options = StateDictOptions(strict=strict)
     if model is not None:
         set_model_state_dict(model, contents["model"], options=options)
@@ -238,11 +242,16 @@ def set_contents(
             set_optimizer_state_dict(model, optimizers, contents["optimizer"], options=options)
     if any(name.endswith(MASTER_SUFFIX) for name in missing):
         for one in ours(optimizers):
-            one.refresh_master_weights()
+            one._follow_weights(compact=False)
+
+
+def _parameter_of(name: str) -> str:
+    """Return the parameter's name in the name of its state."""
+    return name.removeprefix("optimizer.state.").rsplit(".", 1)[0]
 
 
 def _forget_late(state: dict[str, Any], name: str, optimizers: list[torch.optim.Optimizer]) -> None:
     """Remove state that a checkpoint lacks and that appears with a parameter's first update."""
-    parameter, column = name.removeprefix("optimizer.state.").rsplit(".", 1)
+    parameter, column = _parameter_of(name), name.rsplit(".", 1)[1]
     if any(one.state.is_late(column) for one in ours(optimizers)):
         state[parameter].pop(column, None)

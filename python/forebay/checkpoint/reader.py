@@ -265,6 +265,6 @@ def _distrust(storages: set[int], reason: str) -> None:
     """Make optimizers whose state is in these storages refuse steps and saves until state is loaded again."""
     for optimizer in list(Optimizer.alive):
         states = dict.values(optimizer.state)
-        mine = (local(value) for state in states for value in state.values() if isinstance(value, torch.Tensor))
+        mine = (local(value) for state in states for value in dict.values(state) if isinstance(value, torch.Tensor))
         if any(value.numel() and storage_address(value.untyped_storage()) in storages for value in mine):
             optimizer.distrust(reason)

@@ -20,6 +20,7 @@ from forebay._live import Live, wait_for_live
 from forebay._tensors import address, addresses, local, state_like
 from forebay.checkpoint.contents import ours
 from forebay.optim.base import Optimizer
+from forebay.optim.compact import is_copy
 
 SMALL_BYTES = 64 << 10
 """Host tensors smaller than this are copied one by one."""
@@ -182,7 +183,7 @@ def _stepped(optimizers: list[torch.optim.Optimizer]) -> dict[int, torch.Tensor]
         for one in optimizers
         for group in one.param_groups
         for parameter in group["params"]
-        for tensor in (parameter, *dict.get(one.state, parameter, {}).values())
+        for tensor in (parameter, *dict.values(dict.get(one.state, parameter, {})))
         if isinstance(tensor, torch.Tensor)
     }
 
@@ -196,7 +197,7 @@ def _sorted(state: Any, pinned: set[int]) -> tuple[list[torch.Tensor], list[torc
     """Return the tensors in nested state that the engine keeps, and all others.
 
     The others include tensors in the engine's memory whose elements are in another order than in a file: torch would
-    read that memory to put them in order, and the engine would not know of it.
+    read that memory to put them in order, and the engine would not know of it. Copies of compact masters are in neither.
     """
     kept: list[torch.Tensor] = []
     others: list[torch.Tensor] = []
@@ -210,7 +211,7 @@ def _sorted(state: Any, pinned: set[int]) -> tuple[list[torch.Tensor], list[torc
 def _leaves(value: Any) -> list[torch.Tensor]:
     """Return the tensors in nested state."""
     if isinstance(value, torch.Tensor):
-        return [value]
+        return [] if is_copy(value) else [value]
     if isinstance(value, dict):
         return [leaf for item in value.values() for leaf in _leaves(item)]
     if isinstance(value, (list, tuple)):

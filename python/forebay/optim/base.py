@@ -81,7 +81,9 @@ class Optimizer(torch.optim.Optimizer):
         Slots in the ring; ``slots * chunk_bytes`` is the GPU memory that a step needs. All optimizers of a process that
         have the same ``slots`` and ``chunk_bytes`` on a GPU share one ring.
     master_weights
-        Keep an f32 master of each bf16 and f16 parameter, as ``state[p]["master_param"]``. By default on.
+        Keep an f32 master of each bf16 and f16 parameter, as ``state[p]["master_param"]``. By default on. ``"compact"``
+        keeps the masters of bf16 parameters in 17 bits beside the parameter, with the same bits in every step:
+        ``state[p]["master_param"]`` is then an f32 copy, and takes values that round to the parameter.
     state_dtype
         The type of the state; ``torch.float32``.
     max_grad_norm
@@ -509,7 +511,7 @@ class Optimizer(torch.optim.Optimizer):
             known = self._tables[number].dtypes
             if inner.dtype == known[index]:
                 continue
-            if self._options.keeps_master(inner.dtype) and not self._options.keeps_master(known[index]):
+            if self._options.keeps_master(inner.dtype) and MASTER not in self.state.rooms[id(parameter)].columns:
                 cast.append(f"{self._name(group, position)} (now {inner.dtype})")
             known[index] = inner.dtype
         if cast:
@@ -543,6 +545,9 @@ class Optimizer(torch.optim.Optimizer):
             if not table.is_resident:
                 continue
             for column in room.columns:
+                if column == MASTER and room.compact is not None:
+                    addresses[number][index].extend(map(address, dict.values(room.compact)))
+                    continue
                 inner = local(state.view(room, column))
                 if inner.get_device() != table.devices[index] or inner.dtype != torch.float32:
                     name = self._name(group, position)
@@ -673,18 +678,27 @@ class Optimizer(torch.optim.Optimizer):
             self._overlap.finish()
         self._settle(None)
 
-    @torch.no_grad()
     def refresh_master_weights(self) -> None:
         """Update each master whose rounding differs from its parameter.
 
-        Every step does the same. Call this if code reads ``master_param`` before the next step.
+        Every step does the same. Call this if code reads ``master_param`` before the next step. All compact masters
+        become equal to their parameters: nothing shows which of these were replaced.
         """
+        self._follow_weights(compact=True)
+
+    @torch.no_grad()
+    def _follow_weights(self, *, compact: bool) -> None:
+        """Update masters from their parameters; compact ones only if the caller says so."""
         self.synchronize()
         self._protect()
         for group in self.param_groups:
             for parameter in group["params"]:
                 room = self.state.rooms.get(id(parameter))
-                if room is not None and MASTER in room.views:
+                if room is None:
+                    continue
+                if room.compact is not None and compact:
+                    room.compact.reset()
+                elif MASTER in room.views:
                     follow_weight(local(room.views[MASTER]), local(parameter).detach())
 
     @property
@@ -713,7 +727,8 @@ class Optimizer(torch.optim.Optimizer):
         Bytes are payload: two f32 columns without masters are exactly 8 bytes for each element and direction. The times
         of the stages are sums over chunks, measured on one chunk in 64. The step waited ``stalls`` times for a slot of
         the ring, and ``save_stalls`` times for the writer of an ``async_save``. ``device_bytes`` and ``pinned_bytes``
-        include rings that this optimizer shares with others, and each of them reports all of it.
+        include rings that this optimizer shares with others, and each of them reports all of it. ``f32_masters`` and
+        ``compact_masters`` are numbers of parameters.
         """
         self._check_available()
         engine = self._engine or self._options.open(engine_name(CPU), self._rule.name)
@@ -721,6 +736,8 @@ class Optimizer(torch.optim.Optimizer):
         before_s = waited_s(self)
         found["save_stalls"] += before_s > 0
         found["save_stall_s"] += before_s
+        masters = [room.compact is not None for room in self.state.rooms.values() if MASTER in room.columns]
+        found["f32_masters"], found["compact_masters"] = masters.count(False), masters.count(True)
         return found
 
     def last_backward(self) -> AbstractContextManager[None]:

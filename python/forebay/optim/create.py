@@ -13,11 +13,13 @@ from forebay._log import logger
 from forebay._progress import watch
 from forebay._tensors import check_parameter, host_tensor, local, state_like
 from forebay.errors import OptionError
+from forebay.optim.compact import CARRY, COMPACT, LOW, CompactMaster
 from forebay.optim.gather import Flat, Table
 from forebay.optim.state import MASTER, STEP, Room, resident_column
 from forebay.optim.values import check_layout
 
 if TYPE_CHECKING:
+    from forebay._core import HostView
     from forebay.optim.base import Optimizer
 
 
@@ -42,6 +44,7 @@ def create(optimizer: Optimizer, flat: Flat, found: list[torch.Tensor], *, only:
     if flat.created == columns and is_known and not state.edited:
         return
     check_columns(optimizer, optimizer.param_groups)
+    check_masters(optimizer, flat)
     if not optimizer._has_stepped:
         forget_replaced(optimizer, flat)
     if optimizer._options.is_resident:
@@ -60,11 +63,25 @@ def create(optimizer: Optimizer, flat: Flat, found: list[torch.Tensor], *, only:
                 if column in (*columns[group], MASTER) and value is not None:
                     check_layout(name, parameter, column, value, " as assigned")
             new.append(place)
-    for places, is_resident in _divided(optimizer, flat, new, columns):
+    for places, is_resident in _divided(optimizer, flat, new, numbers):
         _add(optimizer, flat, places, numbers, is_resident=is_resident)
     state.edited = False
     if not only or flat.created is not None:
         flat.settle(columns, optimizer._tables, homes)
+
+
+def check_masters(optimizer: Optimizer, flat: Flat) -> None:
+    """Raise if masters are to be compact and no parameter is bf16."""
+    if not optimizer._options.has_compact_masters or optimizer._tables or not flat.parameters:
+        return
+    dtypes = {local(parameter).dtype for parameter in flat.parameters}
+    if torch.bfloat16 not in dtypes:
+        found = ", ".join(sorted(map(str, dtypes)))
+        name = optimizer._name(flat.groups[0], flat.positions[0])
+        raise OptionError(
+            f"master_weights='compact' is for bf16 parameters, and {name} and all others are {found}; use "
+            "master_weights=True, or cast the model first"
+        )
 
 
 def forget_replaced(optimizer: Optimizer, flat: Flat) -> None:
@@ -101,26 +118,25 @@ def check_columns(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
 
 
 def _divided(
-    optimizer: Optimizer, flat: Flat, new: list[int], columns: list[list[str]]
+    optimizer: Optimizer, flat: Flat, new: list[int], numbers: list[list[float]]
 ) -> list[tuple[list[int], bool]]:
     """Divide parameters into those whose state is on the device and those whose state is not.
 
     Whole parameters in the order of the groups, which is mostly that of the forward: what a forward needs first has its
     gradient last, so that nothing hides its update.
     """
-    options = optimizer._options
+    options, rule = optimizer._options, optimizer._rule
     if not new or options.is_resident or (options.resident_bytes is None and options.resident_fraction is None):
         return [(new, options.is_resident)] if new else []
     compute = optimizer._compute
 
     def size(place: int) -> int:
         inner = local(flat.parameters[place])
-        count = len(columns[flat.groups[place]]) + options.keeps_master(inner.dtype)
-        return 4 * inner.numel() * count
+        return rule.state_bytes(numbers[flat.groups[place]], options.master_format(inner.dtype), inner.numel())
 
     sizes = {place: size(place) for place in new}
     rooms = optimizer.state.rooms.values()
-    known = {id(room.parameter): 4 * local(room.parameter).numel() * len(room.columns) for room in rooms}
+    known = {id(room.parameter): room.bytes for room in rooms}
     budget = options.resident_bytes
     if budget is None:
         budget = int((options.resident_fraction or 0.0) * (sum(known.values()) + sum(sizes.values())))
@@ -144,11 +160,12 @@ def _add(optimizer: Optimizer, flat: Flat, new: list[int], numbers: list[list[fl
     names = [optimizer._name(flat.groups[place], flat.positions[place]) for place in new]
     groups = [flat.groups[place] for place in new]
     inner = [local(parameter) for parameter in parameters]
-    master = [options.keeps_master(tensor.dtype) for tensor in inner]
+    master = [options.master_format(tensor.dtype) for tensor in inner]
     columns = [
         (*optimizer._rule.keeps(numbers[group]), *([MASTER] if has_master else []))
         for group, has_master in zip(groups, master, strict=True)
     ]
+    compact: list[CompactMaster | None] = [None for _ in new]
     views: list[dict[str, torch.Tensor]] = [{} for _ in new]
     if is_resident:
         for name, tensor in zip(names, inner, strict=True):
@@ -157,8 +174,12 @@ def _add(optimizer: Optimizer, flat: Flat, new: list[int], numbers: list[list[fl
                     f"{name} is on {tensor.device}, this optimizer computes on {compute}; placement 'resident' cannot "
                     "bring it there, use 'stream'"
                 )
-        for parameter, kept, of_parameter in zip(parameters, columns, views, strict=True):
-            shown = [name for name in kept if not state.is_late(name)]
+        compact = [
+            CompactMaster.resident(parameter) if of == COMPACT else None
+            for parameter, of in zip(parameters, master, strict=True)
+        ]
+        for parameter, kept, of, of_parameter in zip(parameters, columns, master, views, strict=True):
+            shown = [name for name in kept if not state.is_late(name) and not (name == MASTER and of == COMPACT)]
             of_parameter.update((name, resident_column(parameter)) for name in shown)
     # Where nothing goes through the device, a parameter on the host is updated in place.
     in_place = not is_gpu(compute) and options.host_fraction == 1.0 and not is_resident
@@ -181,11 +202,18 @@ def _add(optimizer: Optimizer, flat: Flat, new: list[int], numbers: list[list[fl
     optimizer._tables.append(Table(parameters, is_resident=is_resident))
     for index, (parameter, kept, of_parameter) in enumerate(zip(parameters, columns, views, strict=True)):
         optimizer._homes[id(parameter)] = (number, index)
+
+        def view(name: str, index: int = index) -> HostView:
+            found = engine.view(number, index, name)
+            assert found is not None
+            return found
+
         for name in () if is_resident else kept:
-            view = engine.view(number, index, name)
-            assert view is not None
-            of_parameter[name] = state_like(parameter, host_tensor(view, inner[index]))
-        counter = engine.view(number, index, STEP)
-        assert counter is not None
-        step = torch.frombuffer(counter, dtype=torch.float32)[0]
-        state.place(Room(parameter, kept, step, of_parameter, is_resident=is_resident))
+            if name == MASTER and master[index] == COMPACT:
+                compact[index] = CompactMaster.over(parameter, view(LOW), view(CARRY))
+            else:
+                of_parameter[name] = state_like(parameter, host_tensor(view(name), inner[index]))
+        step = torch.frombuffer(view(STEP), dtype=torch.float32)[0]
+        size = optimizer._rule.state_bytes(numbers[groups[index]], master[index], sizes[index])
+        room = Room(parameter, kept, step, of_parameter, is_resident=is_resident, compact=compact[index], bytes=size)
+        state.place(room)

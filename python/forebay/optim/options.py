@@ -13,6 +13,7 @@ from forebay import _core
 from forebay._checks import one_of, positive, share, switch, whole
 from forebay._device import BACKENDS, device_named, with_backend
 from forebay.errors import OptionError
+from forebay.optim.compact import COMPACT, F32
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,7 +36,7 @@ class Keywords(TypedDict, total=False):
     placement: Placement
     chunk_bytes: int
     slots: int
-    master_weights: bool | None
+    master_weights: bool | Literal["compact"] | None
     state_dtype: torch.dtype
     max_grad_norm: float | None
     skip_nonfinite: bool
@@ -57,7 +58,7 @@ class Options:
     placement: str
     chunk_bytes: int
     slots: int
-    master_weights: bool | None
+    master_weights: bool | str | None
     max_grad_norm: float | None
     skip_nonfinite: bool
     pinned_budget_bytes: int | None
@@ -88,9 +89,20 @@ class Options:
         """Whether the host updates any of the state."""
         return self.host_fraction != 0.0
 
+    @property
+    def has_compact_masters(self) -> bool:
+        """Whether masters of bf16 parameters are compact."""
+        return self.master_weights == COMPACT
+
+    def master_format(self, dtype: torch.dtype) -> str:
+        """Return the format of the masters of parameters of this type; empty if they have none."""
+        if dtype == torch.float32 or self.master_weights is False:
+            return ""
+        return COMPACT if self.has_compact_masters and dtype == torch.bfloat16 else F32
+
     def keeps_master(self, dtype: torch.dtype) -> bool:
         """Whether parameters of this type have a master."""
-        return dtype != torch.float32 and self.master_weights is not False
+        return bool(self.master_format(dtype))
 
     def open(self, device: str, rule: str) -> _core.Optimizer:
         """Return a new engine for a device; it pins and allocates nothing yet."""
@@ -99,6 +111,11 @@ class Options:
             raise OptionError(
                 f"placement {self.placement!r} is not for {name.removeprefix('torch:').rstrip('!')} through torch: its "
                 "updates have the bits of torch's kernels, and the host's threads cannot give those; use 'stream'"
+            )
+        if name.startswith("torch:") and self.has_compact_masters:
+            raise OptionError(
+                f"master_weights='compact' is not for {name.removeprefix('torch:').rstrip('!')} through torch, whose "
+                "operations take f32 masters; use master_weights=True"
             )
         return _core.Optimizer(name, rule, self)
 
@@ -130,7 +147,7 @@ def resolve(
     placement: str = "stream",
     chunk_bytes: int = 16 << 20,
     slots: int = 4,
-    master_weights: bool | None = None,
+    master_weights: bool | str | None = None,
     state_dtype: torch.dtype = torch.float32,
     max_grad_norm: float | None = None,
     skip_nonfinite: bool = False,
@@ -167,7 +184,7 @@ def resolve(
         placement=placement,
         chunk_bytes=chunk_bytes,
         slots=slots,
-        master_weights=switch("master_weights", master_weights),
+        master_weights=COMPACT if master_weights == COMPACT else switch("master_weights", master_weights, COMPACT),
         max_grad_norm=positive("max_grad_norm", max_grad_norm, without="for no clipping"),
         skip_nonfinite=bool(skip_nonfinite),
         pinned_budget_bytes=pinned_budget_bytes,

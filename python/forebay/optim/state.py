@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import MutableMapping
+from collections.abc import ItemsView, MutableMapping, ValuesView
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from forebay._tensors import address, dense_strides, follow_weight, is_dtensor, local, state_like
+from forebay.optim.compact import CompactMaster
 from forebay.optim.values import check_assigned, copy_into
 
 if TYPE_CHECKING:
-    from collections.abc import ItemsView, Iterable, Iterator, ValuesView
+    from collections.abc import Iterable, Iterator
 
     from forebay.optim.base import Optimizer
 
@@ -35,13 +36,47 @@ STEP = "step"
 
 
 class ParameterState(dict[str, Any]):
-    """The state of one parameter. Its tensors stay in place: an assigned tensor is copied into them."""
+    """The state of one parameter. Its tensors stay in place: an assigned tensor is copied into them.
+
+    A compact master is read as an f32 copy: writing into the copy changes nothing.
+    """
 
     def __init__(self, state: State, parameter: torch.Tensor) -> None:
         super().__init__()
         # None after it was removed from the state: then it is an ordinary dict.
         self.state: State | None = state
         self.parameter = parameter
+
+    def __getitem__(self, name: str) -> Any:
+        value = super().__getitem__(name)
+        if not isinstance(value, CompactMaster):
+            return value
+        if self.state is not None:
+            self.state._optimizer._settle(self.parameter)
+        return value.read()
+
+    def __iter__(self) -> Iterator[str]:
+        # Python then copies the dict through the methods above and not from its memory.
+        return super().__iter__()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a value, or the default."""
+        try:
+            return self[name]
+        except KeyError:
+            return default
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        """Return all names with their values."""
+        return ItemsView(self)
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        """Return all values."""
+        return ValuesView(self)
+
+    def copy(self) -> dict[str, Any]:
+        """Return the values as an ordinary dict."""
+        return dict(self)
 
     def __setitem__(self, name: str, value: Any) -> None:
         if self.state is not None:
@@ -90,6 +125,10 @@ class Room:
     origins: dict[str, torch.Tensor] = field(default_factory=dict)
     # Whether the memory is torch's, on the parameter's device.
     is_resident: bool = False
+    # The memory of the master, if it is compact; there is no view of it then.
+    compact: CompactMaster | None = None
+    # Bytes of the columns.
+    bytes: int = 0
     # A dict that was removed and still shows this memory.
     taken: weakref.ref[ParameterState] | None = None
     # The engine's number of the places that the tensors above have; see `State.follow`.
@@ -283,6 +322,9 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
             if value is None:
                 self.start_anew(room, name)
                 return None
+            if name == MASTER and room.compact is not None:
+                room.compact.write(value)
+                return room.compact
             copy_into(value, self.view(room, name))
             if self.is_late(name) and id(parameter) in self.hidden:
                 room.counter.fill_(1)
@@ -297,6 +339,8 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
         self._optimizer._settle(parameter)
         live.state, self.edited = None, True
         room = self.rooms[id(parameter)]
+        if room.compact is not None and MASTER in live:
+            dict.__setitem__(live, MASTER, room.compact.read())
         room.taken = weakref.ref(live)
         if self._optimizer.is_closed:
             self._forget(room)
@@ -321,6 +365,10 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
         is_hidden = id(room.parameter) in self.hidden and not self._shows_hidden
         return first + [name for name in room.columns if not (is_hidden and self.is_late(name))]
 
+    def shown_value(self, room: Room, name: str) -> torch.Tensor | CompactMaster:
+        """Return what a parameter's dict has under a name: ``view``, or a compact master."""
+        return room.compact if name == MASTER and room.compact is not None else self.view(room, name)
+
     def view(self, room: Room, name: str) -> torch.Tensor:
         """Return the tensor over a column's memory, or the counter. A missing resident column is created."""
         if name == STEP:
@@ -329,6 +377,15 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
             room.views[name] = resident_column(room.parameter)
             self._own(room, name)
         return room.views[name]
+
+    def addresses(self, room: Room) -> list[int]:
+        """Return the addresses of the engine's columns, for state on the device."""
+        found: list[int] = []
+        for name in room.columns:
+            shown = self.shown_value(room, name)
+            parts = dict.values(shown) if isinstance(shown, CompactMaster) else (local(shown),)
+            found += map(address, parts)
+        return found
 
     def _own(self, room: Room, name: str) -> None:
         view = local(self.view(room, name))
@@ -359,7 +416,9 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
         self.fresh.discard(number)
         found = [name for name in room.columns if values.get(name) is not None]
         for name in room.columns:
-            if name in found:
+            if name in found and name == MASTER and room.compact is not None:
+                room.compact.write(values[name])
+            elif name in found:
                 copy_into(values[name], self.view(room, name))
             else:
                 self.start_anew(room, name, zeroed=zeroed)
@@ -375,6 +434,10 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
     def start_anew(self, room: Room, name: str, *, zeroed: bool = False) -> None:
         """Reset one column, or the counter, to its value before the first update."""
         number = id(room.parameter)
+        if name == MASTER and room.compact is not None:
+            if not zeroed:
+                room.compact.reset()
+            return
         if self.is_late(name):
             room.counter.zero_()
             self.hidden.add(number)
@@ -390,8 +453,9 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
         live = super().get(room.parameter)
         live = live if isinstance(live, ParameterState) and live.state is not None else None
         others = {name: value for name, value in (others or {}).items() if name not in self._optimizer.state_names}
-        others |= {name: value for name, value in (live or {}).items() if not self.knows(room, name)}
-        shown = {name: self.view(room, name) for name in self.shown(room)}
+        held = {} if live is None else dict.items(live)
+        others |= {name: value for name, value in dict(held).items() if not self.knows(room, name)}
+        shown = {name: self.shown_value(room, name) for name in self.shown(room)}
         if not shown and not others:
             dict.pop(self, room.parameter, None)
             return

@@ -109,7 +109,7 @@ class AnyOrder:
     def __init__(self, path: Path, device: torch.device, seed: int) -> None:
         self.choose = random.Random(seed)
         self.path, self.device = path, device
-        self.kind = self.choose.choice(["f32", "masters", "amsgrad", "two", "resident"])
+        self.kind = self.choose.choice(["f32", "masters", "compact", "amsgrad", "two", "resident"])
         self.model, self.optimizers = build(self.kind, device=device)
         self.twin, self.its = build(self.kind, device=device)
         self.sleeper = forebay.Sleeper(self.model, self.optimizers, gradients="drop")

@@ -30,6 +30,12 @@ def groups(model: Net) -> list[dict[str, Any]]:
 VARIANTS: dict[str, Any] = {
     "f32": {},
     "bf16 with masters": {"dtype": torch.bfloat16},
+    "bf16 with compact masters": {"dtype": torch.bfloat16, "master_weights": "compact"},
+    "resident, with compact masters": {
+        "placement": "resident",
+        "dtype": torch.bfloat16,
+        "master_weights": "compact",
+    },
     "f16 with masters": {"dtype": torch.float16},
     "bf16 without masters": {"dtype": torch.bfloat16, "master_weights": False},
     "amsgrad": {"amsgrad": True, "dtype": torch.bfloat16},

@@ -578,6 +578,7 @@ def test_what_cannot_speculate_is_refused(device: torch.device) -> None:
             f"needs placement='stream', and this is '{placement}'", half(device), max_grad_norm=1.0, placement=placement
         )
     refused("parameter 0 of group 0 in torch.bfloat16 has none", half(device), max_grad_norm=1.0, master_weights=False)
+    refused("speculate=True needs f32 masters", half(device), max_grad_norm=1.0, master_weights="compact")
     mixed = half(device)
     mixed[2].to(torch.float32)
     refused("parameter 2 of group 0 in torch.float32 has none", mixed, max_grad_norm=1.0)

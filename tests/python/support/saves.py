@@ -43,6 +43,7 @@ def two(parameters: Iterable[torch.nn.Parameter]) -> Optimizers:
 RUNS: dict[str, tuple[torch.dtype, Callable[[Any], Optimizers]]] = {
     "f32": (torch.float32, lambda p: [forebay.AdamW(p, lr=1e-2)]),
     "masters": (torch.bfloat16, lambda p: [forebay.AdamW(p, lr=1e-2)]),
+    "compact": (torch.bfloat16, lambda p: [forebay.AdamW(p, lr=1e-2, master_weights="compact")]),
     "amsgrad": (torch.float32, lambda p: [forebay.AdamW(p, lr=1e-2, amsgrad=True)]),
     "resident": (torch.float32, lambda p: [forebay.AdamW(p, lr=1e-2, placement="resident")]),
     "two": (torch.float32, two),

@@ -5,7 +5,8 @@ use super::update::convert::{f32_to_bf16, f32_to_f16};
 use super::update::{Sweep, Unit};
 use crate::kernel::{Dtype, Mastered, power_element, uniform_element};
 use crate::memory::Region;
-use crate::update::{Rule, Scalars, Segment};
+use crate::update::master::is_pair;
+use crate::update::{Master, Rule, Scalars, Segment};
 
 /// The region as a slice of elements.
 ///
@@ -36,8 +37,12 @@ pub(crate) fn note_followed(segment: &Segment, followed: &Region) {
     // SAFETY: as in `update`; the flag is 4 bytes, aligned, and overlaps no operand.
     unsafe {
         let flag = slice::<u32>(followed);
-        let master = segment.master.as_ref();
-        if flag[0] != 1 && master.is_some_and(|master| gives_way(&segment.weight, segment.weight_dtype, master)) {
+        let gives_way = || match &segment.master {
+            None => false,
+            Some(Master::F32(master)) => gives_way(&segment.weight, segment.weight_dtype, master),
+            Some(Master::Compact { low, carry }) => is_no_pair(&segment.weight, low, carry),
+        };
+        if flag[0] != 1 && gives_way() {
             flag[0] = 1;
         }
     }
@@ -84,6 +89,17 @@ unsafe fn gives_way(weight: &Region, dtype: Dtype, master: &Region) -> bool {
             Dtype::F16 => differ(master, slice(weight), f32_to_f16),
         }
     }
+}
+
+/// Whether some halves are not of a master of their weight.
+///
+/// # Safety
+/// As for [`gives_way`].
+unsafe fn is_no_pair(weight: &Region, low: &Region, carry: &Region) -> bool {
+    // SAFETY: as the caller promises; the three do not overlap.
+    let (weights, lows, carry) = unsafe { (slice::<u16>(weight), slice::<u16>(low), slice::<u8>(carry)) };
+    let pairs = weights.iter().zip(&*lows).enumerate();
+    pairs.fold(false, |gives, (i, (&weight, &low))| gives | !is_pair(weight, low, carry[i / 8] >> (i % 8) & 1 != 0))
 }
 
 /// Whether some weight does not have the bits of its rounded master.

@@ -12,7 +12,7 @@ use super::driver::{Context, check};
 use crate::error::{Error, Result};
 use crate::kernel::{Dtype, Kernel, Mastered};
 use crate::memory::Region;
-use crate::update::{MAX_COLUMNS, MAX_SCALARS, RULES, Rule, Scalars, Segment, Update};
+use crate::update::{MAX_COLUMNS, MAX_SCALARS, Master, RULES, Rule, Scalars, Segment, Update};
 
 /// Made from the `.cu` files beside them by `scripts/make_ptx.py`.
 pub(super) const MOVES: &str = include_str!("kernels/moves.ptx");
@@ -23,6 +23,7 @@ const MASTERS: &str = include_str!("kernels/masters.ptx");
 const THREADS: u32 = 256;
 const BLOCK_ELEMENTS: u64 = 4096;
 const MAX_SEGMENTS: usize = 56;
+const MAX_COMPACT_SEGMENTS: usize = 48;
 const MAX_SETS: usize = 8;
 const COPY_BLOCK_BYTES: u64 = 32768;
 const MAX_PAIRS: usize = 168;
@@ -65,6 +66,33 @@ struct RawUpdate {
 }
 
 const _: () = assert!(size_of::<RawUpdate>() == 3936, "the parameter size that the PTX declares");
+
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct RawCompactSegment {
+    weight: u64,
+    grad: u64,
+    state: [u64; MAX_COLUMNS],
+    low: u64,
+    carry: u64,
+    elements: u32,
+    first_block: u32,
+    scalars: u32,
+    first: u32,
+}
+
+#[repr(C)]
+struct RawCompactUpdate {
+    grad_scale: u64,
+    skip: u64,
+    followed: u64,
+    segments: u32,
+    unused: u32,
+    scalars: [RawScalars; MAX_SETS],
+    segment: [RawCompactSegment; MAX_COMPACT_SEGMENTS],
+}
+
+const _: () = assert!(size_of::<RawCompactUpdate>() == 3808, "the parameter size that the PTX declares");
 
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
@@ -113,22 +141,23 @@ impl From<&Scalars> for RawScalars {
     }
 }
 
-impl RawSegment {
-    fn new(segment: &Segment, first_block: u32, scalars: u32) -> Self {
-        Self {
-            weight: segment.weight.addr() as u64,
-            grad: segment.grad.addr() as u64,
-            state: segment.state.each_ref().map(|column| address(column.as_ref())),
-            master: address(segment.master.as_ref()),
-            elements: segment.elements() as u32,
-            first_block,
-            scalars,
-            first: (segment.first % POSITIONS) as u32,
-        }
-    }
+/// What one launch of updates passes, for segments of one kind.
+trait Launch {
+    /// The most segments.
+    const SEGMENTS: usize;
+    /// Without segments.
+    fn new(update: &Update<'_>) -> Self;
+    /// How many segments it has.
+    fn len(&mut self) -> &mut u32;
+    /// Adds a segment.
+    fn push(&mut self, segment: &Segment, first_block: u32, set: u32);
+    /// Its sets of scalars.
+    fn scalars(&mut self) -> &mut [RawScalars; MAX_SETS];
 }
 
-impl RawUpdate {
+impl Launch for RawUpdate {
+    const SEGMENTS: usize = MAX_SEGMENTS;
+
     fn new(update: &Update<'_>) -> Self {
         Self {
             grad_scale: address(update.grad_scale.as_ref()),
@@ -140,6 +169,74 @@ impl RawUpdate {
             segment: [RawSegment::default(); MAX_SEGMENTS],
         }
     }
+
+    fn len(&mut self) -> &mut u32 {
+        &mut self.segments
+    }
+
+    fn push(&mut self, segment: &Segment, first_block: u32, scalars: u32) {
+        self.segment[self.segments as usize] = RawSegment {
+            weight: segment.weight.addr() as u64,
+            grad: segment.grad.addr() as u64,
+            state: segment.state.each_ref().map(|column| address(column.as_ref())),
+            master: match &segment.master {
+                Some(Master::F32(master)) => master.addr() as u64,
+                _ => 0,
+            },
+            elements: segment.elements() as u32,
+            first_block,
+            scalars,
+            first: (segment.first % POSITIONS) as u32,
+        };
+        self.segments += 1;
+    }
+
+    fn scalars(&mut self) -> &mut [RawScalars; MAX_SETS] {
+        &mut self.scalars
+    }
+}
+
+impl Launch for RawCompactUpdate {
+    const SEGMENTS: usize = MAX_COMPACT_SEGMENTS;
+
+    fn new(update: &Update<'_>) -> Self {
+        Self {
+            grad_scale: address(update.grad_scale.as_ref()),
+            skip: address(update.skip.as_ref()),
+            followed: address(update.followed.as_ref()),
+            segments: 0,
+            unused: 0,
+            scalars: [RawScalars::default(); MAX_SETS],
+            segment: [RawCompactSegment::default(); MAX_COMPACT_SEGMENTS],
+        }
+    }
+
+    fn len(&mut self) -> &mut u32 {
+        &mut self.segments
+    }
+
+    fn push(&mut self, segment: &Segment, first_block: u32, scalars: u32) {
+        let (low, carry) = match &segment.master {
+            Some(Master::Compact { low, carry }) => (low.addr() as u64, carry.addr() as u64),
+            _ => (0, 0),
+        };
+        self.segment[self.segments as usize] = RawCompactSegment {
+            weight: segment.weight.addr() as u64,
+            grad: segment.grad.addr() as u64,
+            state: segment.state.each_ref().map(|column| address(column.as_ref())),
+            low,
+            carry,
+            elements: segment.elements() as u32,
+            first_block,
+            scalars,
+            first: (segment.first % POSITIONS) as u32,
+        };
+        self.segments += 1;
+    }
+
+    fn scalars(&mut self) -> &mut [RawScalars; MAX_SETS] {
+        &mut self.scalars
+    }
 }
 
 /// The loaded kernels of one device.
@@ -149,7 +246,8 @@ pub(crate) struct Kernels {
     powers: sys::CUfunction,
     probes: OnceLock<Probes>,
     masters: OnceLock<MasterKernels>,
-    rules: [OnceLock<RuleKernels>; RULES.len()],
+    rules: [OnceLock<RuleKernels<9>>; RULES.len()],
+    compact: [OnceLock<RuleKernels<3>>; RULES.len()],
     /// One thread loads at a time.
     loading: Mutex<()>,
     _moves: Module,
@@ -171,15 +269,16 @@ struct MasterKernels {
     _module: Module,
 }
 
-/// A rule's kernels, by the types of weight and gradient.
-struct RuleKernels {
-    functions: [sys::CUfunction; 9],
+/// A rule's kernels, by the types of weight and gradient; for compact masters by the type of the gradient.
+struct RuleKernels<const N: usize> {
+    functions: [sys::CUfunction; N],
     _module: Module,
 }
 
-impl RuleKernels {
+impl<const N: usize> RuleKernels<N> {
     fn of(&self, segment: &Segment) -> sys::CUfunction {
-        self.functions[3 * dtype_index(segment.weight_dtype) + dtype_index(segment.grad_dtype)]
+        let weight = if segment.is_compact() { 0 } else { 3 * dtype_index(segment.weight_dtype) };
+        self.functions[weight + dtype_index(segment.grad_dtype)]
     }
 }
 
@@ -192,9 +291,9 @@ unsafe impl Send for Probes {}
 // SAFETY: as for `Kernels`.
 unsafe impl Sync for Probes {}
 // SAFETY: as for `Kernels`.
-unsafe impl Send for RuleKernels {}
+unsafe impl<const N: usize> Send for RuleKernels<N> {}
 // SAFETY: as for `Kernels`.
-unsafe impl Sync for RuleKernels {}
+unsafe impl<const N: usize> Sync for RuleKernels<N> {}
 
 // SAFETY: as for `Kernels`.
 unsafe impl Send for MasterKernels {}
@@ -249,6 +348,9 @@ impl Module {
     }
 }
 
+/// The types in the names of kernels, by [`dtype_index`].
+const DTYPES: [&str; 3] = ["f32", "bf16", "f16"];
+
 fn dtype_index(dtype: Dtype) -> usize {
     match dtype {
         Dtype::F32 => 0,
@@ -268,6 +370,7 @@ impl Kernels {
             probes: OnceLock::new(),
             masters: OnceLock::new(),
             rules: std::array::from_fn(|_| OnceLock::new()),
+            compact: std::array::from_fn(|_| OnceLock::new()),
             loading: Mutex::new(()),
             _moves: moves,
         })
@@ -286,16 +389,24 @@ impl Kernels {
     }
 
     /// A rule's kernels.
-    fn rule(&self, rule: &Rule) -> Result<&RuleKernels> {
-        self.loaded(&self.rules[rule.index()], || {
-            const NAMES: [&str; 3] = ["f32", "bf16", "f16"];
-            let module = Module::load(&self.context, rule.ptx)?;
-            let mut functions = [std::ptr::null_mut(); 9];
-            for (i, function) in functions.iter_mut().enumerate() {
-                *function = module.find(&format!("{}_{}_{}", rule.name, NAMES[i / 3], NAMES[i % 3]))?;
-            }
-            Ok(RuleKernels { functions, _module: module })
-        })
+    fn rule(&self, rule: &Rule) -> Result<&RuleKernels<9>> {
+        self.loaded(&self.rules[rule.index()], || self.functions(rule, rule.ptx, &DTYPES))
+    }
+
+    /// A rule's kernels for compact masters.
+    fn compact(&self, rule: &Rule) -> Result<&RuleKernels<3>> {
+        self.loaded(&self.compact[rule.index()], || self.functions(rule, rule.compact_ptx, &["compact"]))
+    }
+
+    /// All kernels of a rule's file: for each kind of weight, one for each type of gradient.
+    fn functions<const N: usize>(&self, rule: &Rule, ptx: &str, weights: &[&str]) -> Result<RuleKernels<N>> {
+        let module = Module::load(&self.context, ptx)?;
+        let mut functions = [std::ptr::null_mut(); N];
+        let names = weights.iter().flat_map(|weight| DTYPES.map(|grad| format!("{}_{weight}_{grad}", rule.name)));
+        for (function, name) in functions.iter_mut().zip(names) {
+            *function = module.find(&name)?;
+        }
+        Ok(RuleKernels { functions, _module: module })
     }
 
     /// Loads a rule's kernels.
@@ -371,32 +482,50 @@ impl Kernels {
         }
     }
 
-    /// Packs segments into as few launches as their types and the parameter space allow.
+    /// Runs of segments of one kind.
     fn update(&self, stream: sys::CUstream, update: &Update<'_>) -> Result<()> {
-        let (mut raw, kernels) = (RawUpdate::new(update), self.rule(update.rule)?);
-        // Which entry of `update.scalars` each place of `raw.scalars` holds.
+        update.segments.chunk_by(|a, b| a.is_compact() == b.is_compact()).try_for_each(|segments| {
+            if segments[0].is_compact() {
+                let kernels = self.compact(update.rule)?;
+                self.pack::<RawCompactUpdate>(stream, update, segments, |segment| kernels.of(segment))
+            } else {
+                let kernels = self.rule(update.rule)?;
+                self.pack::<RawUpdate>(stream, update, segments, |segment| kernels.of(segment))
+            }
+        })
+    }
+
+    /// Packs segments into as few launches as their types and the parameter space allow.
+    fn pack<L: Launch>(
+        &self,
+        stream: sys::CUstream,
+        update: &Update<'_>,
+        segments: &[Segment],
+        kernel: impl Fn(&Segment) -> sys::CUfunction,
+    ) -> Result<()> {
+        let mut raw = L::new(update);
+        // Which entry of `update.scalars` each place of the launch's holds.
         let mut sets: Vec<u32> = Vec::with_capacity(MAX_SETS);
         let (mut blocks, mut function) = (0u64, std::ptr::null_mut());
-        for segment in update.segments {
-            let wanted = kernels.of(segment);
+        for segment in segments {
+            let wanted = kernel(segment);
             let known = sets.iter().position(|&set| set == segment.scalars);
-            let full = raw.segments as usize == MAX_SEGMENTS || (known.is_none() && sets.len() == MAX_SETS);
-            if raw.segments > 0 && (full || wanted != function) {
+            let full = *raw.len() as usize == L::SEGMENTS || (known.is_none() && sets.len() == MAX_SETS);
+            if *raw.len() > 0 && (full || wanted != function) {
                 self.start(function, blocks as u32, THREADS, stream, &mut [arg(&mut raw)])?;
-                (raw.segments, blocks) = (0, 0);
+                (*raw.len(), blocks) = (0, 0);
                 sets.clear();
             }
             function = wanted;
             let set = sets.iter().position(|&set| set == segment.scalars).unwrap_or_else(|| {
-                raw.scalars[sets.len()] = (&update.scalars[segment.scalars as usize]).into();
+                raw.scalars()[sets.len()] = (&update.scalars[segment.scalars as usize]).into();
                 sets.push(segment.scalars);
                 sets.len() - 1
             });
-            raw.segment[raw.segments as usize] = RawSegment::new(segment, blocks as u32, set as u32);
-            raw.segments += 1;
+            raw.push(segment, blocks as u32, set as u32);
             blocks += segment.elements().div_ceil(BLOCK_ELEMENTS);
         }
-        if raw.segments > 0 {
+        if *raw.len() > 0 {
             self.start(function, blocks as u32, THREADS, stream, &mut [arg(&mut raw)])?;
         }
         Ok(())
@@ -492,6 +621,10 @@ mod tests {
             for types in ["f32_f32", "bf16_f16", "f16_bf16"] {
                 let parameter = format!(".b8 {}_{types}_param_0[{}]", rule.name, size_of::<RawUpdate>());
                 assert!(rule.ptx.contains(&parameter), "{parameter}: make ptx");
+            }
+            for grad in DTYPES {
+                let parameter = format!(".b8 {}_compact_{grad}_param_0[{}]", rule.name, size_of::<RawCompactUpdate>());
+                assert!(rule.compact_ptx.contains(&parameter), "{parameter}: make ptx");
             }
         }
         for kernel in ["compare_bf16", "round_f16"] {

@@ -39,6 +39,7 @@ pub(super) static RULE: Rule = Rule {
     element: element::<Adam>,
     sweep: sweep::<Adam>,
     ptx: include_str!("../cuda/kernels/adam.ptx"),
+    compact_ptx: include_str!("../cuda/kernels/adam_compact.ptx"),
 };
 
 /// The decay is rounded twice: everywhere, in one element of four, or in one block of four.

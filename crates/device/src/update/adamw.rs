@@ -34,6 +34,7 @@ pub(super) static RULE: Rule = Rule {
     element: element::<AdamW>,
     sweep: sweep::<AdamW>,
     ptx: include_str!("../cuda/kernels/adamw.ptx"),
+    compact_ptx: include_str!("../cuda/kernels/adamw_compact.ptx"),
 };
 
 /// The first moment, the second, and the largest second moment so far.

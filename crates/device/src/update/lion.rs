@@ -29,6 +29,7 @@ pub(super) static RULE: Rule = Rule {
     element: element::<Lion>,
     sweep: sweep::<Lion>,
     ptx: include_str!("../cuda/kernels/lion.ptx"),
+    compact_ptx: include_str!("../cuda/kernels/lion_compact.ptx"),
 };
 
 const DECAYS: u32 = 2;

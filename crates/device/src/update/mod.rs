@@ -14,10 +14,12 @@
 //! A master whose rounding is not the parameter is replaced by the parameter, element by element. So a master that
 //! starts as zero becomes the weight at the first step, and a weight that was loaded replaces its stale master. An
 //! update can say whether that happened ([`Update::followed`]), or trust its masters ([`Update::trust_master`]).
+//! A master may be kept in fewer bits, with the same results; see [`master`].
 
 mod adam;
 mod adamw;
 mod lion;
+pub mod master;
 mod sgd;
 
 use std::fmt;
@@ -28,6 +30,7 @@ use crate::cpu::update::{Sweep, Unit};
 use crate::error::{Error, Result};
 use crate::kernel::Dtype;
 use crate::memory::Region;
+pub use master::{MASTER, MASTER_CARRY, MASTER_LOW, Master, MasterFormat};
 
 /// The rules there are.
 pub static RULES: [&Rule; 4] = [&adamw::RULE, &adam::RULE, &sgd::RULE, &lion::RULE];
@@ -41,31 +44,61 @@ pub const MAX_SCALARS: usize = 8;
 /// Flag of every rule: the gradient is negated.
 pub const MAXIMIZE: u32 = 1;
 
+/// The type of one stored value of a column.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Stored {
+    /// A number that arithmetic reads and writes.
+    Number(Dtype),
+    /// 16 bits.
+    U16,
+    /// 8 bits.
+    U8,
+}
+
+impl Stored {
+    /// Bytes of one value.
+    pub const fn bytes(self) -> u64 {
+        match self {
+            Self::Number(dtype) => dtype.bytes(),
+            Self::U16 => 2,
+            Self::U8 => 1,
+        }
+    }
+
+    /// Its name in plans.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Number(Dtype::F32) => "f32",
+            Self::Number(Dtype::Bf16) => "bf16",
+            Self::Number(Dtype::F16) => "f16",
+            Self::U16 => "u16",
+            Self::U8 => "u8",
+        }
+    }
+}
+
 /// One kind of state that is kept for each element of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Column {
-    /// Its name in `state_dict`.
+    /// Its name in `state_dict`, or inside the engine for a part of a format.
     pub name: &'static str,
     /// The type of one stored value.
-    pub dtype: Dtype,
-    /// Elements of the parameter for each stored value: 1, or the block of a scale.
+    pub stored: Stored,
+    /// Elements of the parameter for each stored value: 1, the block of a scale, or the bits of a byte.
     pub block: u32,
 }
 
 impl Column {
     /// A column with one f32 for each element.
     pub const fn f32(name: &'static str) -> Self {
-        Self { name, dtype: Dtype::F32, block: 1 }
+        Self { name, stored: Stored::Number(Dtype::F32), block: 1 }
     }
 
     /// Bytes of this many elements of the parameter.
     pub fn bytes(&self, elements: u64) -> u64 {
-        elements.div_ceil(u64::from(self.block)) * self.dtype.bytes()
+        elements.div_ceil(u64::from(self.block)) * self.stored.bytes()
     }
 }
-
-/// The f32 master of a half-precision parameter. Any rule may have it, after its own columns.
-pub const MASTER: Column = Column::f32("master_param");
 
 /// The numbers of one group at one step, ready for the kernels. What each means is the rule's.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -145,6 +178,8 @@ pub struct Rule {
     pub(crate) sweep: SweepFn,
     /// Its kernels for CUDA, made from the file of its name in `cuda/kernels`.
     pub(crate) ptx: &'static str,
+    /// The same for segments with compact masters, from the file with `_compact` behind the name.
+    pub(crate) compact_ptx: &'static str,
 }
 
 /// A sweep over part of a segment; see [`Unit::sweep`] for what the caller promises.
@@ -182,11 +217,11 @@ impl Rule {
         RULES.iter().position(|rule| *rule == self).unwrap_or(0)
     }
 
-    /// The columns that a group with these numbers keeps, then the master if there is one.
-    pub fn kept(&self, hypers: &[f64], master: bool) -> Vec<Column> {
+    /// The columns that a group with these numbers keeps, then those of the master.
+    pub fn kept(&self, hypers: &[f64], master: impl Into<MasterFormat>) -> Vec<Column> {
         let mask = (self.keeps)(hypers);
         let own = self.columns.iter().enumerate().filter(|(i, _)| mask & 1 << i != 0).map(|(_, column)| *column);
-        own.chain(master.then_some(MASTER)).collect()
+        own.chain(master.into().columns().iter().copied()).collect()
     }
 
     /// The scalars at step `t`, counted from 1, with correctly rounded powers.
@@ -294,8 +329,8 @@ pub struct Segment {
     pub grad_dtype: Dtype,
     /// The rule's columns, in its order; `None` for a column that is not kept.
     pub state: [Option<Region>; MAX_COLUMNS],
-    /// Master weights, f32.
-    pub master: Option<Region>,
+    /// Master weights.
+    pub master: Option<Master>,
     /// The index in its parameter of the first element.
     pub first: u64,
     /// Which set of scalars applies.
@@ -315,19 +350,25 @@ impl Segment {
 
     /// Everything it touches, and whether it is written.
     pub(crate) fn operands(&self) -> impl Iterator<Item = (&Region, bool)> {
-        let state = self.state.iter().chain([&self.master]).flatten();
+        let masters = self.master.iter().flat_map(Master::columns).map(|(_, region)| region);
+        let state = self.state.iter().flatten().chain(masters);
         state.map(|region| (region, true)).chain([(&self.weight, true), (&self.grad, false)])
+    }
+
+    /// Whether its masters are compact.
+    pub(crate) fn is_compact(&self) -> bool {
+        matches!(self.master, Some(Master::Compact { .. }))
     }
 
     /// The same by the names that errors give them.
     fn named(&self, rule: &Rule) -> impl Iterator<Item = (&'static str, &Region)> {
-        let own = rule.columns.iter().map(|column| column.name).zip(self.state.iter().map(Option::as_ref));
-        let others = [(MASTER.name, self.master.as_ref()), ("weight", Some(&self.weight)), ("grad", Some(&self.grad))];
-        own.chain(others).filter_map(|(name, region)| region.map(|region| (name, region)))
+        let own = rule.columns.iter().zip(&self.state).filter_map(|(column, region)| Some((column, region.as_ref()?)));
+        let columns = own.chain(self.master.iter().flat_map(Master::columns));
+        columns.map(|(column, region)| (column.name, region)).chain([("weight", &self.weight), ("grad", &self.grad)])
     }
 
     /// Refuses operands that do not fit together.
-    pub(crate) fn check(&self, rule: &Rule, scalars: usize) -> Result<()> {
+    pub(crate) fn check(&self, rule: &Rule, scalars: usize, trust_master: bool) -> Result<()> {
         let refuse = |reason: String| Err(Error::BadOperands { operation: rule.name, reason });
         let elements = self.elements();
         if elements == 0 || elements > u64::from(u32::MAX) {
@@ -351,7 +392,7 @@ impl Segment {
         for (i, region) in self.state.iter().enumerate() {
             match (region, rule.columns.get(i)) {
                 (Some(region), Some(column)) => {
-                    fits(column.name, region, column.bytes(elements), column.dtype.bytes())?;
+                    fits(column.name, region, column.bytes(elements), column.stored.bytes())?;
                 }
                 (None, Some(column)) if needed & 1 << i != 0 => return refuse(format!("{} is missing", column.name)),
                 (Some(region), None) => {
@@ -361,8 +402,14 @@ impl Segment {
                 (None, _) => {}
             }
         }
-        if let Some(master) = &self.master {
-            fits(MASTER.name, master, MASTER.bytes(elements), MASTER.dtype.bytes())?;
+        for (column, region) in self.master.iter().flat_map(Master::columns) {
+            fits(column.name, region, column.bytes(elements), column.stored.bytes())?;
+        }
+        if self.is_compact() && self.weight_dtype != Dtype::Bf16 {
+            return refuse(format!("compact masters of {:?} weights; they are for bf16", self.weight_dtype));
+        }
+        if self.is_compact() && trust_master {
+            return refuse("compact masters cannot be trusted without their weights; use f32 masters".to_owned());
         }
         // Backends update in place and read ahead: an operand that aliases another would give results that depend on how.
         for (i, (name, a)) in self.named(rule).enumerate() {
@@ -393,10 +440,12 @@ mod tests {
             assert!(rule.columns.len() <= MAX_COLUMNS, "{rule:?}");
             assert_eq!(rule.hypers.len(), rule.defaults.len(), "{rule:?}");
             assert!(rule.hypers.len() <= MAX_HYPERS && rule.powers.iter().all(|&i| i < rule.hypers.len()), "{rule:?}");
-            assert!(rule.columns.iter().all(|column| column.dtype == Dtype::F32 && column.block == 1), "{rule:?}");
+            let f32s = |column: &Column| column.stored == Stored::Number(Dtype::F32) && column.block == 1;
+            assert!(rule.columns.iter().all(f32s), "{rule:?}");
             assert!(rule.columns.iter().all(|column| column.name != "step" && column.name != MASTER.name), "{rule:?}");
             assert_eq!(Rule::named(rule.name).unwrap().index(), rule.index());
             assert!(rule.ptx.contains(&format!(".entry {}_bf16_f32", rule.name)), "{rule:?}: make ptx");
+            assert!(rule.compact_ptx.contains(&format!(".entry {}_compact_f32", rule.name)), "{rule:?}: make ptx");
         }
         let refusal = Rule::named("rprop").unwrap_err().to_string();
         assert!(refusal.starts_with("invalid rule: rprop; use one of adamw, adam, sgd, lion"), "{refusal}");
@@ -420,7 +469,10 @@ mod tests {
     #[test]
     fn bytes_come_from_columns() {
         assert_eq!(Column::f32("x").bytes(1000), 4000);
-        let scale = Column { name: "scale", dtype: Dtype::Bf16, block: 256 };
+        let scale = Column { name: "scale", stored: Stored::Number(Dtype::Bf16), block: 256 };
         assert_eq!((scale.bytes(0), scale.bytes(1), scale.bytes(256), scale.bytes(257)), (0, 2, 2, 4));
+        let compact =
+            |elements| MasterFormat::Compact.columns().iter().map(|column| column.bytes(elements)).sum::<u64>();
+        assert_eq!((compact(1), compact(8), compact(9), compact(8000)), (3, 17, 20, 17_000));
     }
 }

@@ -35,6 +35,7 @@ pub(super) static RULE: Rule = Rule {
     element: element::<Sgd>,
     sweep: sweep::<Sgd>,
     ptx: include_str!("../cuda/kernels/sgd.ptx"),
+    compact_ptx: include_str!("../cuda/kernels/sgd_compact.ptx"),
 };
 
 /// The bit of the momentum buffer's column.

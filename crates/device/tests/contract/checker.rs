@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use forebay_device::fault::{Call, Fault, Misbehaviour};
-use forebay_device::{Buffer, Checked, Dtype, Error, Kernel, Place, Region, Result, Segment, Update};
+use forebay_device::{Buffer, Checked, Dtype, Error, Kernel, Master, Place, Region, Result, Segment, Update};
 
 use crate::bench::{Subject, refused};
 use crate::written::{groups, rules};
@@ -105,7 +105,7 @@ fn every_operand_of_an_update_is_watched(on: &Subject) {
             weight: at(3),
             weight_dtype: Dtype::F32,
             state: std::array::from_fn(|column| (column < columns).then(|| at(6 + column))),
-            master: Some(at(4)),
+            master: Some(Master::F32(at(4))),
             first: 0,
             scalars: 0,
         }];

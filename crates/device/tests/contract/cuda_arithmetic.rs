@@ -6,12 +6,12 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use forebay_device::Rule;
 use forebay_device::kernel::uniform_element;
 use forebay_device::update::{MAX_COLUMNS, MAX_SCALARS};
+use forebay_device::{Dtype, MasterFormat, Rule};
 
 use crate::masters;
-use crate::segments::{Problem, Shape, dtype_pairs, plausible};
+use crate::segments::{DTYPES, Problem, Shape, dtype_pairs, plausible};
 use crate::written::{groups, rules};
 
 /// With an argument it reads records from standard input and writes weight and columns of each to standard output. Without
@@ -54,42 +54,59 @@ static float __fsqrt_rn(float a) { return std::sqrt(a); }
 static float __uint_as_float(unsigned bits) { float x; __builtin_memcpy(&x, &bits, 4); return x; }
 static unsigned __float_as_uint(float x) { unsigned bits; __builtin_memcpy(&bits, &x, 4); return bits; }
 static struct { unsigned x; } blockIdx, threadIdx;
-#include "update.cuh"
+#include "compact.cuh"
 #undef UPDATE_KERNELS
 #define UPDATE_KERNELS(name, Rule) using Written = Rule;
 #include RULE_FILE
 template <class T> static void get(T* to, size_t count) { if (std::fread(to, sizeof(T), count, stdin) != count) std::exit(2); }
 template <class T> static void put(const T* from, size_t count) { std::fwrite(from, sizeof(T), count, stdout); }
-static void kernel() {
-    static void (*const kernels[9])(const Update&) = {
-        update_segments<Written, float, float>, update_segments<Written, float, Bf16>, update_segments<Written, float, F16>,
-        update_segments<Written, Bf16, float>, update_segments<Written, Bf16, Bf16>, update_segments<Written, Bf16, F16>,
-        update_segments<Written, F16, float>, update_segments<Written, F16, Bf16>, update_segments<Written, F16, F16>,
-    };
-    u32 head[8], flag = 0xdead;
+static void describe(Segment& seg, const u64* at, const u32* numbers, u32 blocks) {
+    seg = {at[0], at[1], {at[2], at[3], at[4]}, at[5], numbers[0], blocks, numbers[1], numbers[2]};
+}
+static void describe(CompactSegment& seg, const u64* at, const u32* numbers, u32 blocks) {
+    seg = {at[0], at[1], {at[2], at[3], at[4]}, at[6], at[7], numbers[0], blocks, numbers[1], numbers[2]};
+}
+static void trust(Update& step, u32 trusts) { step.trust_master = trusts; }
+static void trust(CompactUpdate&, u32) {}
+template <class Step> static void kernel(const u32* head, void (*const* kernels)(const Step&)) {
+    u32 flag = 0xdead;
     float values[2];
-    u64 bytes[6];
-    char* images[6];
-    get(head, 8), get(values, 2), get(bytes, 6);
-    for (int i = 0; i < 6; i++) get(images[i] = (char*)std::aligned_alloc(256, (bytes[i] + 256) & ~255ull), bytes[i]);
-    static Update step;
-    step.segments = head[2], step.trust_master = head[4];
+    u64 bytes[8];
+    char* images[8];
+    get(values, 2), get(bytes, 8);
+    for (int i = 0; i < 8; i++) get(images[i] = (char*)std::aligned_alloc(256, (bytes[i] + 256) & ~255ull), bytes[i]);
+    static Step step;
+    step.segments = head[2], trust(step, head[4]);
     step.followed = head[5] ? u64(&flag) : 0;
     step.grad_scale = head[6] ? u64(&values[0]) : 0, step.skip = head[7] ? u64(&values[1]) : 0;
     get(step.scalars, head[3]);
     u32 blocks = 0;
     for (u32 i = 0; i < head[2]; i++) {
-        u64 starts[6];
+        u64 starts[8], at[8];
         u32 numbers[4];
-        get(starts, 6), get(numbers, 4);
-        auto at = [&](int operand) { return starts[operand] == ~0ull ? 0 : u64(images[operand]) + starts[operand]; };
-        step.segment[i] = {at(0), at(1), {at(2), at(3), at(4)}, at(5), numbers[0], blocks, numbers[1], numbers[2]};
+        get(starts, 8), get(numbers, 4);
+        for (int j = 0; j < 8; j++) at[j] = starts[j] == ~0ull ? 0 : u64(images[j]) + starts[j];
+        describe(step.segment[i], at, numbers, blocks);
         blocks += (numbers[0] + BLOCK_ELEMENTS - 1) / BLOCK_ELEMENTS;
     }
     for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)
-        for (threadIdx.x = 0; threadIdx.x < THREADS; threadIdx.x++) kernels[3 * head[0] + head[1]](step);
-    for (int i = 0; i < 6; i++) put(images[i], bytes[i]);
+        for (threadIdx.x = 0; threadIdx.x < THREADS; threadIdx.x++) (*kernels)(step);
+    for (int i = 0; i < 8; i++) put(images[i], bytes[i]);
     put(&flag, 1);
+}
+static void kernel() {
+    static void (*const plain[9])(const Update&) = {
+        update_segments<Written, float, float>, update_segments<Written, float, Bf16>, update_segments<Written, float, F16>,
+        update_segments<Written, Bf16, float>, update_segments<Written, Bf16, Bf16>, update_segments<Written, Bf16, F16>,
+        update_segments<Written, F16, float>, update_segments<Written, F16, Bf16>, update_segments<Written, F16, F16>,
+    };
+    static void (*const compact[3])(const CompactUpdate&) = {
+        update_compact<Written, float>, update_compact<Written, Bf16>, update_compact<Written, F16>,
+    };
+    u32 head[9];
+    get(head, 9);
+    if (head[8]) kernel(head, &compact[head[1]]);
+    else kernel(head, &plain[3 * head[0] + head[1]]);
 }
 struct Record { float weight, grad, state[MAX_COLUMNS]; u32 kept, position; Scalars scalars; };
 int main(int arguments, char**) {
@@ -249,7 +266,7 @@ fn cuda_files_do_with_masters_what_rules_do() {
             let shape = |i: usize| Shape {
                 weight,
                 grad,
-                master: i % 3 != 1,
+                master: (i % 3 != 1).into(),
                 first: 700 * i as u64,
                 scalars: (i % 4) as u32,
                 shifted: i % 4 > 1,
@@ -315,6 +332,59 @@ fn cuda_files_compare_and_round_masters_as_rules_do() {
             let told = f32::from_ne_bytes(flag.try_into().unwrap());
             assert_eq!(told, if changed.is_some() { 1.0 } else { 7.0 }, "{dtype:?} {changed:?}");
             assert!(weights == expected, "{dtype:?} {changed:?}");
+        }
+    }
+    std::fs::remove_dir_all(&folder).unwrap();
+}
+
+/// The same for compact masters: pairs that are masters of their weights and others, ties, aligned memory and other,
+/// and a last byte of carries that is not full.
+#[test]
+fn cuda_files_do_with_compact_masters_what_rules_do() {
+    let Some((folder, programs)) = compile("cuda-compact") else { return };
+    for (rule, program) in programs {
+        let groups = groups(rule);
+        for (pair, grad) in DTYPES.into_iter().enumerate() {
+            let of_pair: Vec<_> = groups.iter().cycle().skip(4 * pair).take(4).collect();
+            let shape = |i: usize| Shape {
+                weight: Dtype::Bf16,
+                grad,
+                master: MasterFormat::Compact,
+                first: 700 * i as u64,
+                scalars: (i % 4) as u32,
+                shifted: i % 4 > 1,
+                ..Shape::plain([5, 4099, 64, 8192, 1, 300][i % 6], of_pair[i % 4].kept)
+            };
+            let scalars: Vec<_> = of_pair.iter().map(|group| group.scalars()).collect();
+            let all_hold = Problem::new(rule, &scalars, &(0..12).map(shape).collect::<Vec<_>>(), |segment, i| {
+                let [_, rest @ .., master] = plausible(segment, i);
+                let master = if i % 5 == 0 { f32::from_bits(master.to_bits() & !0xffff | 0x8000) } else { master };
+                [master, rest[0], rest[1], rest[2], rest[3], master]
+            });
+            // Any halves at all: ties beside odd weights, and carries that do not belong to their half.
+            let mut any = all_hold.clone();
+            any.set_halves(|segment, i| {
+                let pattern = (segment as u32 * 977 + i as u32).wrapping_mul(2_654_435_761);
+                ([0x8000, 0x7fff, 0x8001, 0, (pattern >> 16) as u16][i % 5], pattern & 1 != 0)
+            });
+            let mut one_follows = all_hold.clone();
+            one_follows.set_weight(3, 8191, 0.0);
+            for problem in [all_hold, any, one_follows] {
+                for (scale, has_flag, skip) in
+                    [(None, true, None), (Some(0.37), false, Some(0.0)), (None, true, Some(1.0))]
+                {
+                    let found = run(&mut Command::new(&program), problem.to_bytes(scale, skip, has_flag));
+                    let (mut after, mut gave_way) = (problem.clone(), false);
+                    if skip != Some(1.0) {
+                        gave_way = after.step(scale.unwrap_or(1.0));
+                    }
+                    let (images, flag) = found.split_at(found.len() - 4);
+                    let what = || format!("{rule:?}, {grad:?} gradients, {scale:?} {has_flag} {skip:?}");
+                    assert!(after.has_images(images), "{}", what());
+                    let expected = if gave_way && has_flag { 1 } else { UNTOUCHED };
+                    assert_eq!(u32::from_ne_bytes(flag.try_into().unwrap()), expected, "{}", what());
+                }
+            }
         }
     }
     std::fs::remove_dir_all(&folder).unwrap();

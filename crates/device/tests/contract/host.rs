@@ -1,7 +1,9 @@
 //! Updates on the host's threads: what they refuse, and who may touch what meanwhile. Their bits are in `update.rs`.
 
 use forebay_device::fault::{Call, Misbehaviour};
-use forebay_device::{Dtype, Error, Fault, HostOptions, HostThreads, HostUpdate, Region, Rule, Segment, SlabLayout};
+use forebay_device::{
+    Dtype, Error, Fault, HostOptions, HostThreads, HostUpdate, Master, Region, Rule, Segment, SlabLayout,
+};
 
 use crate::bench::{Subject, refused, stream_failed};
 use crate::written::{groups, rules};
@@ -64,7 +66,7 @@ fn memory_that_is_not_the_host_s_is_refused(on: &Subject) {
         Segment { weight: on_device(), ..good.clone() },
         Segment { grad: on_device(), ..good.clone() },
         Segment { state: [Some(on_device()), square, largest], ..good.clone() },
-        Segment { master: Some(on_device()), ..good.clone() },
+        Segment { master: Some(Master::F32(on_device())), ..good.clone() },
     ] {
         refused(on.update_on_host(&threads, update(vec![good.clone(), bad])));
     }

@@ -2,7 +2,7 @@
 
 use forebay_device::kernel::{power_element, uniform_element};
 use forebay_device::update::MAX_COLUMNS;
-use forebay_device::{Dtype, Error, Kernel, Region, Rule, Scalars, Segment, Update};
+use forebay_device::{Dtype, Error, Kernel, Master, Region, Rule, Scalars, Segment, Update};
 
 use crate::bench::{Subject, pattern};
 use crate::written::{groups, rules};
@@ -16,6 +16,7 @@ forebay_device::on_devices! {
         small_kernels_refuse_what_does_not_fit,
         updates_refuse_flags_that_do_not_fit,
         updates_refuse_operands_that_do_not_fit,
+        updates_refuse_compact_masters_that_do_not_fit,
         updates_refuse_columns_by_name,
         a_refused_launch_changes_nothing;
 }
@@ -160,7 +161,7 @@ fn fitting(on: &Subject, rule: &Rule) -> Segment {
         grad: take(16),
         grad_dtype: Dtype::F32,
         state: std::array::from_fn(|column| (column < rule.columns.len()).then(|| take(16))),
-        master: Some(take(16)),
+        master: Some(Master::F32(take(16))),
         first: 64,
         scalars: 1,
     }
@@ -194,7 +195,8 @@ fn updates_refuse_flags_that_do_not_fit(on: &Subject) {
         let (grad_scale, skip) = (Some(at(0, 4)), Some(at(4, 4)));
         let update = Update { segments: &segments, grad_scale, skip, followed: Some(at(8, 4)), ..base };
         let operands = segments[0].state.iter().flatten().chain([&segments[0].weight, &segments[0].grad]);
-        let operands = operands.chain(&segments[0].master).map(|operand| operand.slice(0, 4).unwrap());
+        let masters = segments[0].master.iter().flat_map(Master::columns).map(|(_, region)| region);
+        let operands = operands.chain(masters).map(|operand| operand.slice(0, 4).unwrap());
         for taken in operands.chain([at(0, 4), at(4, 4)]) {
             let overlapping = Update { followed: Some(taken), ..update.clone() };
             let reason = refusal(on, &Kernel::Update(overlapping), "a flag over an operand");
@@ -227,25 +229,70 @@ fn updates_refuse_operands_that_do_not_fit(on: &Subject) {
         ("a weight of another type", "grad has 16 bytes where 2 elements", &|s| s.weight_dtype = Dtype::F32),
         ("a short gradient", "grad has 12 bytes where 4 elements need 16", &|s| s.grad = at(0, 12)),
         ("a gradient of another type", "grad has 16 bytes where 4 elements need 8", &|s| s.grad_dtype = Dtype::F16),
-        ("a short master", "master_param has 8 bytes where 4 elements need 16", &|s| s.master = Some(at(0, 8))),
-        ("a master and a half element", "master_param has 18 bytes", &|s| s.master = Some(at(0, 18))),
+        ("a short master", "master_param has 8 bytes where 4 elements need 16", &|s| {
+            s.master = Some(Master::F32(at(0, 8)))
+        }),
+        ("a master and a half element", "master_param has 18 bytes", &|s| s.master = Some(Master::F32(at(0, 18)))),
         ("a weight at half its type", "weight at 0x", &|s| s.weight = at(1, 8)),
         ("a gradient at half its type", "grad at 0x", &|s| s.grad = at(2, 16)),
-        ("a master at half its type", "master_param at 0x", &|s| s.master = Some(at(6, 16))),
+        ("a master at half its type", "master_param at 0x", &|s| s.master = Some(Master::F32(at(6, 16)))),
         ("a weight over the gradient", "weight overlaps grad", &|s| s.weight = s.grad.slice(4, 8).unwrap()),
         ("a master over the weight", "master_param overlaps weight", &|s| {
-            (s.weight, s.master) = (at(0, 8), Some(at(4, 16)));
+            (s.weight, s.master) = (at(0, 8), Some(Master::F32(at(4, 16))));
         }),
         ("no such scalars", "scalar set 2 of 2", &|s| s.scalars = 2),
         ("a weight on the host", "is not device memory", &|s| s.weight = host.slice(0, 8).unwrap()),
         ("a gradient on the host", "is not device memory", &|s| s.grad = host.clone()),
-        ("a master on the host", "is not device memory", &|s| s.master = Some(host.clone())),
+        ("a master on the host", "is not device memory", &|s| s.master = Some(Master::F32(host.clone()))),
     ];
     for rule in rules() {
         for (what, says, change) in changes {
             let reason = refused_segment(on, rule, what, change);
             assert!(reason.contains(says), "{rule:?}, {what}: {reason:?} does not say {says:?}");
         }
+    }
+}
+
+fn updates_refuse_compact_masters_that_do_not_fit(on: &Subject) {
+    let (spare, host) = (on.upload(&[0; 256]), on.pinned(16));
+    let at = |offset, len| spare.region(offset, len).unwrap();
+    let halves = |low, carry| Some(Master::Compact { low, carry });
+    let good = || halves(at(64, 8), at(128, 1));
+    type Change<'a> = &'a dyn Fn(&mut Segment);
+    let changes: [(&str, &str, Change<'_>); 9] = [
+        ("a short half", "master_low has 6 bytes where 4 elements need 8", &|s| {
+            s.master = halves(at(64, 6), at(128, 1))
+        }),
+        ("a half at half its type", "master_low at 0x", &|s| s.master = halves(at(65, 8), at(128, 1))),
+        ("too many carries", "master_carry has 2 bytes where 4 elements need 1", &|s| {
+            s.master = halves(at(64, 8), at(128, 2));
+        }),
+        ("carries over the halves", "master_low overlaps master_carry", &|s| s.master = halves(at(64, 8), at(70, 1))),
+        ("halves over the weight", "master_low overlaps weight", &|s| {
+            (s.weight, s.master) = (at(64, 8), good());
+        }),
+        ("halves on the host", "is not device memory", &|s| s.master = halves(host.slice(0, 8).unwrap(), at(128, 1))),
+        ("carries on the host", "is not device memory", &|s| s.master = halves(at(64, 8), host.slice(0, 1).unwrap())),
+        ("weights of f32", "compact masters of F32 weights; they are for bf16", &|s| {
+            (s.weight, s.weight_dtype, s.master) = (at(0, 16), Dtype::F32, good());
+        }),
+        ("weights of f16", "compact masters of F16 weights; they are for bf16", &|s| {
+            (s.weight_dtype, s.master) = (Dtype::F16, good());
+        }),
+    ];
+    for rule in rules() {
+        for (what, says, change) in changes {
+            let reason = refused_segment(on, rule, what, change);
+            assert!(reason.contains(says), "{rule:?}, {what}: {reason:?} does not say {says:?}");
+        }
+        let segments = [Segment { master: good(), ..fitting(on, rule) }];
+        let (scalars, stream) = (two_sets(rule), on.stream("fits").unwrap());
+        let update = Update::new(rule, &segments, &scalars);
+        let reason =
+            refusal(on, &Kernel::Update(Update { trust_master: true, ..update.clone() }), "masters to be trusted");
+        assert!(reason.contains("cannot be trusted without their weights"), "{reason}");
+        on.launch(&stream, &Kernel::Update(update)).unwrap();
+        on.finish(&stream).unwrap();
     }
 }
 
@@ -269,7 +316,9 @@ fn updates_refuse_columns_by_name(on: &Subject) {
                 check("not there", &format!("{name} is missing"), &|s| s.state[i] = None);
             }
             check("the gradient", &format!("{name} overlaps grad"), &|s| s.state[i] = Some(s.grad.clone()));
-            check("the master", &format!("{name} overlaps master_param"), &|s| s.state[i] = s.master.clone());
+            check("the master", &format!("{name} overlaps master_param"), &|s| {
+                s.state[i] = s.master.iter().flat_map(Master::columns).next().map(|(_, region)| region.clone());
+            });
             check("over the weight", &format!("{name} overlaps weight"), &|s| {
                 (s.state[i], s.weight) = (Some(at(0, 16)), at(14, 8));
             });

@@ -4,8 +4,11 @@
 use std::ops::Range;
 
 use forebay_device::kernel::uniform_element;
-use forebay_device::update::{MAX_COLUMNS, MAXIMIZE};
-use forebay_device::{Buffer, Dtype, HostThreads, HostUpdate, Kernel, Region, Rule, Scalars, Segment, Update};
+use forebay_device::update::master::{join, split};
+use forebay_device::update::{MASTER_CARRY, MASTER_LOW, MAX_COLUMNS, MAXIMIZE};
+use forebay_device::{
+    Buffer, Dtype, HostThreads, HostUpdate, Kernel, Master, MasterFormat, Region, Rule, Scalars, Segment, Update,
+};
 use half::{bf16, f16};
 
 use crate::bench::Subject;
@@ -22,7 +25,9 @@ const WEIGHT: usize = 0;
 const GRAD: usize = 1;
 const STATE: Range<usize> = 2..2 + MAX_COLUMNS;
 const MASTER: usize = STATE.end;
-const OPERANDS: usize = MASTER + 1;
+const LOW: usize = MASTER + 1;
+const CARRY: usize = LOW + 1;
+pub(crate) const OPERANDS: usize = CARRY + 1;
 
 /// What a segment is to be like.
 #[derive(Debug, Clone, Copy)]
@@ -30,7 +35,7 @@ pub(crate) struct Shape {
     pub(crate) elements: usize,
     pub(crate) weight: Dtype,
     pub(crate) grad: Dtype,
-    pub(crate) master: bool,
+    pub(crate) master: MasterFormat,
     /// A bit for each column of state.
     pub(crate) kept: u32,
     /// The index in its parameter of the first element.
@@ -44,7 +49,11 @@ impl Shape {
     /// All of a parameter of f32 with these columns.
     pub(crate) fn plain(elements: usize, kept: u32) -> Self {
         let (weight, grad) = (Dtype::F32, Dtype::F32);
-        Self { elements, weight, grad, master: false, kept, first: 0, scalars: 0, shifted: false }
+        Self { elements, weight, grad, master: MasterFormat::None, kept, first: 0, scalars: 0, shifted: false }
+    }
+
+    pub(crate) fn is_compact(&self) -> bool {
+        self.master == MasterFormat::Compact
     }
 
     fn dtype(&self, operand: usize) -> Dtype {
@@ -55,10 +64,20 @@ impl Shape {
         }
     }
 
+    /// Bytes of so many elements.
+    fn bytes(&self, operand: usize, elements: usize) -> usize {
+        (match operand {
+            LOW => MASTER_LOW.bytes(elements as u64),
+            CARRY => MASTER_CARRY.bytes(elements as u64),
+            _ => self.dtype(operand).bytes() * elements as u64,
+        }) as usize
+    }
+
     fn has(&self, operand: usize) -> bool {
         match operand {
             WEIGHT | GRAD => true,
-            MASTER => self.master,
+            MASTER => self.master == MasterFormat::F32,
+            LOW | CARRY => self.is_compact(),
             column => self.kept & 1 << (column - STATE.start) != 0,
         }
     }
@@ -69,7 +88,7 @@ impl Shape {
 }
 
 /// The f32 values of one element before the step: weight, gradient, columns of state, master.
-pub(crate) type Values = [f32; OPERANDS];
+pub(crate) type Values = [f32; MASTER + 1];
 
 /// Plausible training state: its values differ per segment, element and operand. Three weights in four are the rounding
 /// of their master, the fourth is not.
@@ -138,25 +157,47 @@ impl Problem {
     ) -> Self {
         let mut images: [Vec<u8>; OPERANDS] = std::array::from_fn(|_| vec![0xa5; 8]);
         let mut segments = Vec::with_capacity(shapes.len());
-        for (index, shape) in shapes.iter().enumerate() {
+        for shape in shapes {
             let mut starts = [0; OPERANDS];
             for operand in shape.operands() {
-                let (image, dtype) = (&mut images[operand], shape.dtype(operand));
-                let start = image.len().next_multiple_of(256) + usize::from(shape.shifted) * dtype.bytes() as usize;
+                let image = &mut images[operand];
+                let start = image.len().next_multiple_of(256) + usize::from(shape.shifted) * shape.bytes(operand, 1);
                 image.resize(start, 0xa5);
-                for i in 0..shape.elements {
-                    image.extend(narrow(values(index, i)[operand], dtype));
-                }
+                image.resize(start + shape.bytes(operand, shape.elements), 0);
                 image.extend([0xa5; 8]);
                 starts[operand] = start;
             }
             segments.push((*shape, starts));
         }
-        Self { rule, images, segments, scalars: scalars.to_vec(), trust_master: false }
+        let mut problem = Self { rule, images, segments, scalars: scalars.to_vec(), trust_master: false };
+        for (segment, shape) in shapes.iter().enumerate() {
+            for i in 0..shape.elements {
+                let values = values(segment, i);
+                for operand in (WEIGHT..MASTER).filter(|&operand| shape.has(operand)) {
+                    problem.set(segment, operand, i, &narrow(values[operand], shape.dtype(operand)));
+                }
+                problem.set_master(segment, i, values[MASTER]);
+            }
+        }
+        problem
     }
 
+    /// The number in an operand; for a compact master, as the one that it was made from if its weight is still the same.
     fn value(&self, segment: usize, operand: usize, i: usize) -> f32 {
         let (shape, starts) = &self.segments[segment];
+        match operand {
+            MASTER if shape.is_compact() => {
+                let weight = bf16::from_f32(self.value(segment, WEIGHT, i)).to_bits();
+                let carry = self.value(segment, CARRY, i) != 0.0;
+                return join(weight, self.value(segment, LOW, i) as u16, carry);
+            }
+            LOW => {
+                let at = starts[LOW] + 2 * i;
+                return u16::from_ne_bytes([self.images[LOW][at], self.images[LOW][at + 1]]).into();
+            }
+            CARRY => return (self.images[CARRY][starts[CARRY] + i / 8] >> (i % 8) & 1).into(),
+            _ => {}
+        }
         let (dtype, width) = (shape.dtype(operand), shape.dtype(operand).bytes() as usize);
         let at = starts[operand] + i * width;
         widen(&self.images[operand][at..at + width], dtype)
@@ -185,7 +226,7 @@ impl Problem {
     pub(crate) fn set_weights(&mut self, value: impl Fn(usize, f32) -> f32) {
         for segment in 0..self.segments.len() {
             let shape = self.segments[segment].0;
-            for i in (0..shape.elements).filter(|_| shape.master) {
+            for i in (0..shape.elements).filter(|_| shape.master != MasterFormat::None) {
                 self.set_weight(segment, i, value(i, self.value(segment, MASTER, i)));
             }
         }
@@ -205,6 +246,47 @@ impl Problem {
         self.images[operand][at..at + bytes.len()].copy_from_slice(bytes);
     }
 
+    /// Sets a master in the format that the segment has, if it has any.
+    fn set_master(&mut self, segment: usize, i: usize, master: f32) {
+        let (shape, starts) = self.segments[segment];
+        match shape.master {
+            MasterFormat::None => {}
+            MasterFormat::F32 => self.set(segment, MASTER, i, &master.to_ne_bytes()),
+            MasterFormat::Compact => {
+                let (low, carry) = split(master);
+                self.set(segment, LOW, i, &low.to_ne_bytes());
+                let byte = &mut self.images[CARRY][starts[CARRY] + i / 8];
+                *byte = *byte & !(1 << (i % 8)) | u8::from(carry) << (i % 8);
+            }
+        }
+    }
+
+    /// Sets what is kept beside the weight of a compact master.
+    pub(crate) fn set_halves(&mut self, halves: impl Fn(usize, usize) -> (u16, bool)) {
+        for segment in 0..self.segments.len() {
+            let (shape, starts) = self.segments[segment];
+            for i in (0..shape.elements).filter(|_| shape.is_compact()) {
+                let (low, carry) = halves(segment, i);
+                self.set(segment, LOW, i, &low.to_ne_bytes());
+                let byte = &mut self.images[CARRY][starts[CARRY] + i / 8];
+                *byte = *byte & !(1 << (i % 8)) | u8::from(carry) << (i % 8);
+            }
+        }
+    }
+
+    /// The same with all masters in another format, for segments of bf16.
+    pub(crate) fn with_masters(&self, format: MasterFormat) -> Self {
+        let shape = |shape: Shape| Shape { master: format, ..shape };
+        let shapes: Vec<Shape> = self.shapes().map(shape).collect();
+        let value = |segment: usize, i: usize| {
+            std::array::from_fn(|operand| {
+                let has = operand == MASTER || self.segments[segment].0.has(operand);
+                if has { self.value(segment, operand, i) } else { 0.0 }
+            })
+        };
+        Self::new(self.rule, &self.scalars, &shapes, value)
+    }
+
     /// The step on the host, one element after another. Returns whether a master gave way to its weight.
     pub(crate) fn step(&mut self, scale: f32) -> bool {
         let mut gave_way = false;
@@ -215,8 +297,10 @@ impl Problem {
                 let value = |operand| self.value(segment, operand, i);
                 // A master counts where the weight is its rounding.
                 let follows = |master: f32| narrow(master, shape.weight) == narrow(value(WEIGHT), shape.weight);
-                let counts = shape.master && (self.trust_master || follows(value(MASTER)));
-                gave_way |= shape.master && !counts;
+                let has_master = shape.master != MasterFormat::None;
+                let counts = has_master && (self.trust_master || follows(value(MASTER)));
+                let keeps = !shape.is_compact() || split(value(MASTER)) == (value(LOW) as u16, value(CARRY) != 0.0);
+                gave_way |= has_master && !(counts && (keeps || value(MASTER).is_nan()));
                 let old = if counts { value(MASTER) } else { value(WEIGHT) };
                 let grad = value(GRAD) * scale;
                 let grad = if s.flags & MAXIMIZE != 0 { -grad } else { grad };
@@ -226,11 +310,10 @@ impl Problem {
                 }
                 let new = (self.rule.element)(old, grad, &mut state, shape.kept, &s, shape.first + i as u64);
                 self.set(segment, WEIGHT, i, &narrow(new, shape.weight));
-                for (operand, value) in STATE.zip(state).chain([(MASTER, new)]) {
-                    if shape.has(operand) {
-                        self.set(segment, operand, i, &value.to_ne_bytes());
-                    }
+                for (operand, value) in STATE.zip(state).filter(|(operand, _)| shape.has(*operand)) {
+                    self.set(segment, operand, i, &value.to_ne_bytes());
                 }
+                self.set_master(segment, i, new);
             }
         }
         gave_way
@@ -251,6 +334,7 @@ impl Problem {
             has_flag.into(),
             grad_scale.is_some().into(),
             skip.is_some().into(),
+            first.is_compact().into(),
         ] {
             bytes.extend(number.to_ne_bytes());
         }
@@ -262,7 +346,8 @@ impl Problem {
             [set.flags, 0].iter().for_each(|number| bytes.extend(number.to_ne_bytes()));
         }
         for (shape, starts) in &self.segments {
-            assert_eq!((shape.weight, shape.grad), (first.weight, first.grad));
+            let kind = |shape: &Shape| (shape.weight, shape.grad, shape.is_compact());
+            assert_eq!(kind(shape), kind(&first));
             let start = |operand: usize| if shape.has(operand) { starts[operand] as u64 } else { u64::MAX };
             (0..OPERANDS).for_each(|operand| bytes.extend(start(operand).to_ne_bytes()));
             let numbers = [shape.elements as u32, shape.scalars, (shape.first % 2048) as u32, 0];
@@ -283,7 +368,7 @@ impl Problem {
     fn regions(&self, memory: &[Region; OPERANDS]) -> Vec<Segment> {
         let segment = |(shape, starts): &(Shape, [usize; OPERANDS])| {
             let region = |operand: usize| -> Option<Region> {
-                let bytes = shape.elements as u64 * shape.dtype(operand).bytes();
+                let bytes = shape.bytes(operand, shape.elements) as u64;
                 shape.has(operand).then(|| memory[operand].slice(starts[operand] as u64, bytes).unwrap())
             };
             Segment {
@@ -292,7 +377,13 @@ impl Problem {
                 grad: region(GRAD).unwrap(),
                 grad_dtype: shape.grad,
                 state: std::array::from_fn(|column| region(STATE.start + column)),
-                master: region(MASTER),
+                master: match shape.master {
+                    MasterFormat::None => None,
+                    MasterFormat::F32 => region(MASTER).map(Master::F32),
+                    MasterFormat::Compact => {
+                        region(LOW).zip(region(CARRY)).map(|(low, carry)| Master::Compact { low, carry })
+                    }
+                },
                 first: shape.first,
                 scalars: shape.scalars,
             }
@@ -335,8 +426,9 @@ impl Problem {
             for operand in shape.operands() {
                 for i in 0..shape.elements {
                     let (want, found) = (self.value(segment, operand, i), got.value(segment, operand, i));
+                    let of_nan = operand >= LOW && self.value(segment, MASTER, i).is_nan();
                     assert!(
-                        same(want, found),
+                        same(want, found) || (of_nan && got.value(segment, MASTER, i).is_nan()),
                         "{:?}, {what}: operand {operand} of segment {segment} at {i} is {found:e} ({:#x}), not {want:e} \
                          ({:#x}): {shape:?}",
                         self.rule,
@@ -346,7 +438,11 @@ impl Problem {
                 }
                 // Equal but for the payloads of NaNs; made equal, so that what is left to compare is the rest.
                 let start = self.segments[segment].1[operand];
-                let range = start..start + shape.elements * shape.dtype(operand).bytes() as usize;
+                let range = start..start + shape.bytes(operand, shape.elements);
+                if operand == CARRY && !shape.elements.is_multiple_of(8) {
+                    let spare = got.images[operand][range.end - 1] >> (shape.elements % 8);
+                    assert_eq!(spare, 0, "{:?}, {what}: carries of no element", self.rule);
+                }
                 got.images[operand][range.clone()].copy_from_slice(&self.images[operand][range]);
             }
         }

@@ -2,10 +2,10 @@
 
 use forebay_device::kernel::uniform_element;
 use forebay_device::update::{MAX_COLUMNS, MAXIMIZE};
-use forebay_device::{Dtype, HostOptions, HostThreads, Region, Rule, Scalars};
+use forebay_device::{Dtype, HostOptions, HostThreads, MasterFormat, Region, Rule, Scalars};
 
 use crate::bench::{Subject, random};
-use crate::segments::{DTYPES, Flags, Problem, Shape, dtype_pairs, plausible};
+use crate::segments::{DTYPES, Flags, Problem, Shape, Values, dtype_pairs, plausible};
 use crate::written::{Group, different_groups, groups, rules, written};
 
 forebay_device::on_devices! {
@@ -22,7 +22,10 @@ forebay_device::on_devices! {
         gradients_are_scaled_on_the_device,
         a_skip_flag_changes_nothing_at_all,
         a_buffer_without_momentum_is_left_alone,
-        ten_steps_in_a_row_stay_exact;
+        ten_steps_in_a_row_stay_exact,
+        compact_masters_give_the_bits_of_f32_masters,
+        halves_that_make_no_master_give_way,
+        special_values_survive_compact_masters;
 }
 
 /// Blocks of the GPU's kernels are of 4096 elements.
@@ -96,7 +99,7 @@ fn every_type_and_option_gives_the_written_bits(on: &Subject) {
                     let elements = LENGTHS[(i + pair + 3 * turn) % LENGTHS.len()];
                     let first = FIRSTS[(i / 2 + 3 * pair + 5 * turn) % FIRSTS.len()];
                     let shifted = (i + pair / 2 + turn) % 2 == 1;
-                    shapes.push(Shape { elements, weight, grad, master, first, shifted, ..plain });
+                    shapes.push(Shape { elements, weight, grad, master: master.into(), first, shifted, ..plain });
                 }
             }
             let problem = Problem::new(rule, &scalars(&groups), &shapes, plausible);
@@ -157,7 +160,12 @@ fn many_segments_go_in_one_launch(on: &Subject) {
             let shape = |i: usize| {
                 let (scalars, weight, grad) = choose(i);
                 let elements = 1 + (random(9, i as u64) % 200) as usize + if i % 50 == 7 { 4096 } else { 0 };
-                let (master, kept, shifted) = (i % 4 == 1, groups[scalars as usize].kept, i % 5 == 2);
+                let (kept, shifted) = (groups[scalars as usize].kept, i % 5 == 2);
+                // Some of the bf16 masters are compact: launches of both kinds take turns.
+                let master = match (i % 4, weight) {
+                    (1, Dtype::Bf16) if i % 8 == 5 => MasterFormat::Compact,
+                    (turn, _) => (turn == 1).into(),
+                };
                 Shape { elements, weight, grad, master, kept, first: 64 * i as u64, scalars, shifted }
             };
             let shapes: Vec<Shape> = (0..count).map(shape).collect();
@@ -193,8 +201,9 @@ fn special_values_come_out_as_written(on: &Subject) {
         for (pair, (weight, grad)) in dtype_pairs().enumerate() {
             let plain = plain(&groups, N.pow(2 + columns));
             let turns = (0..at_once).map(|turn| (turn, plain[(pair * at_once + turn) % plain.len()]));
-            let shapes: Vec<Shape> =
-                turns.map(|(turn, plain)| Shape { weight, grad, master: (pair + turn) % 3 == 1, ..plain }).collect();
+            let shapes: Vec<Shape> = turns
+                .map(|(turn, plain)| Shape { weight, grad, master: ((pair + turn) % 3 == 1).into(), ..plain })
+                .collect();
             let problem = Problem::new(rule, &scalars(&groups), &shapes, value);
             compare(on, problem, &format!("{weight:?} with {grad:?} gradients"));
         }
@@ -205,7 +214,7 @@ fn special_values_come_out_as_written(on: &Subject) {
 fn a_master_gives_way_to_a_weight_that_was_replaced(on: &Subject) {
     for (group, weight) in rules().flat_map(|rule| DTYPES.map(|weight| (groups(rule)[0].clone(), weight))) {
         let plain = Shape { weight, ..Shape::plain(1000, group.kept) };
-        let shapes = [Shape { master: true, ..plain }, plain];
+        let shapes = [Shape { master: MasterFormat::F32, ..plain }, plain];
         let replaced = |_, i: usize| {
             let [p, rest @ ..] = plausible(0, i);
             let [g, m, v, x, _] = rest;
@@ -234,7 +243,7 @@ fn mixed(rule: &'static Rule, masters: &[bool]) -> Problem {
             let elements = LENGTHS[(i + 2 * turn) % LENGTHS.len()];
             let (first, shifted) = (FIRSTS[(i + turn) % FIRSTS.len()], (i / 2 + turn) % 2 == 1);
             let (weight, grad) = pairs[(i + 4 * turn) % pairs.len()];
-            shapes.push(Shape { elements, weight, grad, master, first, shifted, ..plain });
+            shapes.push(Shape { elements, weight, grad, master: master.into(), first, shifted, ..plain });
         }
     }
     Problem::new(rule, &scalars(&groups), &shapes, plausible)
@@ -290,7 +299,9 @@ fn masters_that_give_way_are_told(on: &Subject) {
         let mut holding = mixed(rule, &[true, false, true]);
         holding.set_weights(|_, master| master);
         tells_and_updates(&holding, UNTOUCHED, "all hold");
-        for (turns, (segment, shape)) in holding.shapes().enumerate().filter(|(_, shape)| shape.master).enumerate() {
+        for (turns, (segment, shape)) in
+            holding.shapes().enumerate().filter(|(_, shape)| shape.master == MasterFormat::F32).enumerate()
+        {
             let last = shape.elements - 1;
             let i = [0, last, last / 2, last - last % 4][(turns + turn) % 4];
             let (mut changed, was) = (holding.clone(), holding.weight(segment, i));
@@ -339,7 +350,7 @@ fn a_skip_flag_changes_nothing_at_all(on: &Subject) {
         let shape = |i: usize| Shape {
             elements: 1 + 80 * i,
             weight: DTYPES[i % 3],
-            master: i.is_multiple_of(2),
+            master: i.is_multiple_of(2).into(),
             ..plain[i % plain.len()]
         };
         let before = Problem::new(rule, &scalars(&groups), &(0..60).map(shape).collect::<Vec<_>>(), plausible);
@@ -376,7 +387,7 @@ fn ten_steps_in_a_row_stay_exact(on: &Subject) {
         let groups = groups(rule);
         let mut shapes = plain(&groups, 331);
         for (i, shape) in shapes.iter_mut().enumerate() {
-            (shape.weight, shape.master) = (DTYPES[i / 2 % 3], i % 2 == 1);
+            (shape.weight, shape.master) = (DTYPES[i / 2 % 3], (i % 2 == 1).into());
         }
         let at = |step: u64| groups.iter().map(|group| Group { step, ..group.clone() }.scalars()).collect::<Vec<_>>();
         let mut problem = Problem::new(rule, &at(1), &shapes, plausible);
@@ -387,5 +398,93 @@ fn ten_steps_in_a_row_stay_exact(on: &Subject) {
             problem.step(1.0);
         }
         problem.expect(on, &device, "after ten steps");
+    }
+}
+
+/// Segments of bf16 with compact masters: all groups of a rule, types of gradients, lengths and addresses.
+fn compact(rule: &'static Rule, values: impl Fn(usize, usize) -> Values) -> Problem {
+    let groups = groups(rule);
+    let mut shapes = Vec::new();
+    for (i, plain) in plain(&groups, 0).into_iter().cycle().take(groups.len().max(9)).enumerate() {
+        let (elements, first) = (LENGTHS[i % LENGTHS.len()], FIRSTS[i / 2 % FIRSTS.len()]);
+        let (grad, shifted) = (DTYPES[i % 3], i / 3 % 2 == 1);
+        shapes.push(Shape {
+            elements,
+            weight: Dtype::Bf16,
+            grad,
+            master: MasterFormat::Compact,
+            first,
+            shifted,
+            ..plain
+        });
+    }
+    Problem::new(rule, &scalars(&groups), &shapes, values)
+}
+
+/// Masters that belong to their weights, many of them ties.
+fn held(segment: usize, i: usize) -> Values {
+    let [_, grad, mean, square, largest, master] = plausible(segment, i);
+    let master = if i.is_multiple_of(3) { f32::from_bits(master.to_bits() & !0xffff | 0x8000) } else { master };
+    [master, grad, mean, square, largest, master]
+}
+
+/// After any number of steps weights, state and masters are those of an optimizer with f32 masters, on the device and on
+/// the host.
+fn compact_masters_give_the_bits_of_f32_masters(on: &Subject) {
+    for rule in rules() {
+        let problem = compact(rule, held);
+        compare(on, problem.clone(), "compact masters");
+        let (mut full, device) = (problem.with_masters(MasterFormat::F32), problem.upload(on));
+        for _ in 0..5 {
+            problem.launch(on, &device, Flags::default());
+            assert!(!full.step(1.0), "nothing gives way");
+        }
+        full.with_masters(MasterFormat::Compact).expect(on, &device, "after five steps");
+    }
+}
+
+/// Any halves beside any weights: where they make a master of the weight it counts, elsewhere the weight does, and the
+/// flag says so.
+fn halves_that_make_no_master_give_way(on: &Subject) {
+    for rule in rules() {
+        let mut problem = compact(rule, held);
+        let tells = |problem: &Problem, expected: u32| {
+            let (device, flag) = (problem.upload(on), on.upload(&[0; 4]));
+            problem.launch(on, &device, Flags { followed: Some(flag.all()), ..Flags::default() });
+            assert_eq!(on.download(&flag.all()), expected.to_ne_bytes(), "{rule:?}");
+        };
+        tells(&problem, 0);
+        problem.set_halves(|segment, i| {
+            let pattern = random(segment as u64, i as u64);
+            ([0x8000, 0x7fff, 0x8001, 0, (pattern >> 16) as u16][i % 5], pattern & 1 != 0)
+        });
+        tells(&problem, 1);
+        compare(on, problem.clone(), "any halves");
+        // The carry of this one would make a NaN of it.
+        let mut one = compact(rule, held);
+        one.set_weight(1, LENGTHS[1] - 1, 0.0);
+        one.set_halves(|segment, i| {
+            let last = segment == 1 && i == LENGTHS[1] - 1;
+            (if last { 0x9000 } else { 0 }, last)
+        });
+        tells(&one, 1);
+        compare(on, one, "one gives way");
+    }
+}
+
+/// Masters with every kind of exponent and of lower half: zeros, subnormals, borders of the largest numbers, infinities
+/// and NaNs.
+fn special_values_survive_compact_masters(on: &Subject) {
+    const UPPER: [u16; 12] = [0, 0x8000, 1, 0x007f, 0x0080, 0x3f80, 0x3f81, 0xbfff, 0x7f7f, 0xff7f, 0x7f80, 0x7fc1];
+    const LOWER: [u16; 7] = [0, 1, 0x7fff, 0x8000, 0x8001, 0xfffe, 0xffff];
+    for rule in rules() {
+        let value = |_, i: usize| {
+            let master = f32::from_bits(u32::from(UPPER[i % 12]) << 16 | u32::from(LOWER[i / 12 % 7]));
+            // A gradient and state of zero leave most masters as they are.
+            let [_, grad, mean, square, largest, _] = plausible(0, i);
+            let there = f32::from(u8::from(i / 84 % 2 == 1));
+            [master, grad * there, mean * there, square, largest, master]
+        };
+        compare(on, compact(rule, value), "special masters");
     }
 }

@@ -1,7 +1,7 @@
 //! The memory of one update: the caller's operands for each tensor, and the one function that builds segments.
 
-use forebay_device::update::MAX_COLUMNS;
-use forebay_device::{Device, Dtype, Kernel, Mastered, Region, Rule, Scalars, Segment, Stream, Update};
+use forebay_device::update::{MASTER_LOW, MAX_COLUMNS};
+use forebay_device::{Device, Dtype, Kernel, Master, Mastered, Region, Rule, Scalars, Segment, Stream, Update};
 
 use super::table::StateTable;
 use crate::error::{Error, Result};
@@ -121,7 +121,8 @@ impl StepInputs {
 
 fn mastered(segments: &[Segment]) -> Vec<Mastered> {
     let pair = |of: &Segment| {
-        let master = of.master.clone()?;
+        // A compact master is no master without its weight, so its tensors do not guess (see `check_offer`).
+        let Some(Master::F32(master)) = of.master.clone() else { return None };
         Some(Mastered { weight: of.weight.clone(), dtype: of.weight_dtype, master })
     };
     segments.iter().filter_map(pair).collect()
@@ -158,6 +159,10 @@ pub(super) enum Operand {
     /// A column of the rule, by its place in the rule.
     Column(usize),
     Master,
+    /// The lower halves of compact masters.
+    Low,
+    /// Their carries.
+    Carry,
 }
 
 impl<'a> TableStep<'a> {
@@ -183,12 +188,15 @@ impl<'a> TableStep<'a> {
         find: impl Fn(Operand, usize) -> Result<Region>,
     ) -> Result<Option<Segment>> {
         let Some(binding) = self.binding(tensor) else { return Ok(None) };
-        let (mut state, mut master) = ([const { None }; MAX_COLUMNS], None);
+        let (mut state, mut master, mut halves) = ([const { None }; MAX_COLUMNS], None, None);
         for (index, &operand) in self.table.operands(tensor).iter().enumerate() {
             let region = find(operand, index)?;
             match operand {
                 Operand::Column(column) => state[column] = Some(region),
-                _ => master = Some(region),
+                // The lower halves come first.
+                Operand::Low => halves = Some(region),
+                Operand::Carry => master = halves.take().map(|low| Master::Compact { low, carry: region }),
+                Operand::Master | Operand::Weight | Operand::Grad => master = Some(Master::F32(region)),
             }
         }
         Ok(Some(Segment {
@@ -258,6 +266,12 @@ pub(super) fn check_binding(spec: &TensorSpec, binding: &Binding, columns: Optio
         return mismatch(format!("a gradient of {} elements for {}", elements(grad), spec.elements));
     }
     check_memory(&spec.name, weight, grad)?;
+    if spec.columns.contains(&MASTER_LOW) && binding.weight_dtype != Dtype::Bf16 {
+        return mismatch(format!(
+            "it is {:?}, and its master is compact, which is for bf16; make a new optimizer after the cast",
+            binding.weight_dtype
+        ));
+    }
     match columns {
         Some(columns) if columns != spec.columns.len() => {
             mismatch(format!("{columns} columns of state where {} are kept", spec.columns.len()))

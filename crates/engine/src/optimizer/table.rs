@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
-use forebay_device::update::MASTER;
-use forebay_device::{Buffer, Column, Region, Rule, SharedDevice, Slab, SlabLayout};
+use forebay_device::update::{MASTER_CARRY, MASTER_LOW};
+use forebay_device::{Buffer, Column, MasterFormat, Region, Rule, SharedDevice, Slab, SlabLayout};
 
 use super::segments::Operand;
 use super::sides::{Side, Sides};
@@ -321,7 +321,9 @@ fn part_bytes(plan: &StepPlan) -> Vec<u64> {
 /// Refuses tensors whose columns are not those of the rule: each that it has at most once and in its order, and all that
 /// it cannot do without.
 fn check_columns(rule: &Rule, tensors: &[TensorSpec]) -> Result<()> {
-    let own: Vec<Column> = rule.columns.iter().copied().chain([MASTER]).collect();
+    let formats = [MasterFormat::F32, MasterFormat::Compact];
+    let masters = || formats.iter().flat_map(|format| format.columns());
+    let own: Vec<Column> = rule.columns.iter().chain(masters()).copied().collect();
     // With all switches off.
     let needed = rule.kept(&vec![0.0; rule.hypers.len()], false);
     for TensorSpec { name, columns, .. } in tensors {
@@ -332,6 +334,12 @@ fn check_columns(rule: &Rule, tensors: &[TensorSpec]) -> Result<()> {
         }
         if let Some(missing) = needed.iter().find(|column| !columns.contains(column)) {
             return refuse(format!("{} needs the column {}", rule.name, missing.name));
+        }
+        let of_master: Vec<Column> =
+            columns.iter().filter(|column| masters().any(|of| of == *column)).copied().collect();
+        if !of_master.is_empty() && formats.iter().all(|format| format.columns() != of_master) {
+            let names: Vec<&str> = of_master.iter().map(|column| column.name).collect();
+            return refuse(format!("{} are not the columns of one format of masters", names.join(", ")));
         }
         if !columns.is_sorted_by(|a, b| place(a) < place(b)) {
             return refuse(format!("its columns are not in the order of {}", rule.name));
@@ -344,6 +352,8 @@ fn check_columns(rule: &Rule, tensors: &[TensorSpec]) -> Result<()> {
 fn operands(rule: &Rule, columns: &[Column]) -> Vec<Operand> {
     let operand = |column: &Column| match rule.columns.iter().position(|own| own == column) {
         Some(index) => Operand::Column(index),
+        None if *column == MASTER_LOW => Operand::Low,
+        None if *column == MASTER_CARRY => Operand::Carry,
         None => Operand::Master,
     };
     columns.iter().map(operand).collect()

@@ -9,7 +9,7 @@ use std::fmt;
 use std::fmt::Write as _;
 use std::ops::Range;
 
-use forebay_device::{ALIGN_BYTES, Column, Dtype, PIECE_BYTES};
+use forebay_device::{ALIGN_BYTES, Column, PIECE_BYTES};
 use serde::ser::SerializeStruct;
 use serde::{Serialize, Serializer};
 
@@ -131,7 +131,7 @@ pub fn state_bytes(columns: &[Column], elements: u64) -> u64 {
 
 /// The most elements for which every column has at most this many bytes.
 fn elements_within(columns: &[Column], bytes: u64) -> u64 {
-    let widest = |column: &Column| bytes / column.dtype.bytes() * u64::from(column.block);
+    let widest = |column: &Column| bytes / column.stored.bytes() * u64::from(column.block);
     columns.iter().map(widest).min().unwrap_or(bytes / OPERAND_BYTES)
 }
 
@@ -163,16 +163,21 @@ impl Bucket {
         self.part_offsets(elements).last().copied().unwrap_or(0)
     }
 
-    /// Bytes of a slot for each [`align_elements`]. A slot holds the columns and operands of a chunk, and a slot of the
-    /// host's ring, which has the same size, holds its parameters and gradients: few columns leave room in the first.
-    fn unit_bytes(&self) -> u64 {
-        let align = align_elements(&self.columns);
-        self.slot_bytes(align).max(align * HOST_OPERANDS * OPERAND_BYTES)
+    /// Bytes of a slot that so many times [`align_elements`] need. A slot holds the columns and operands of a chunk, and a
+    /// slot of the host's ring, which has the same size, holds its parameters and gradients: few columns leave room in the
+    /// first.
+    fn units_bytes(&self, units: u64) -> u64 {
+        let elements = units * align_elements(&self.columns);
+        self.slot_bytes(elements).max(elements * HOST_OPERANDS * OPERAND_BYTES)
     }
 
     /// The most elements that a chunk may have.
     fn chunk_elements(&self, slot_bytes: u64) -> u64 {
-        slot_bytes / self.unit_bytes() * align_elements(&self.columns)
+        let align = align_elements(&self.columns);
+        // Without what aligns the parts, which is some 100 bytes for each: the number of tries is small.
+        let packed = state_bytes(&self.columns, align) + self.operands() * align * OPERAND_BYTES;
+        let most = slot_bytes / packed.max(align * HOST_OPERANDS * OPERAND_BYTES);
+        (0..=most).rev().find(|&units| self.units_bytes(units) <= slot_bytes).unwrap_or(0) * align
     }
 }
 
@@ -185,15 +190,10 @@ struct AsData(Column);
 
 impl Serialize for AsData {
     fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
-        let Column { name, dtype, block } = self.0;
-        let dtype = match dtype {
-            Dtype::F32 => "f32",
-            Dtype::Bf16 => "bf16",
-            Dtype::F16 => "f16",
-        };
+        let Column { name, stored, block } = self.0;
         let mut data = serializer.serialize_struct("Column", 3)?;
         data.serialize_field("name", name)?;
-        data.serialize_field("dtype", dtype)?;
+        data.serialize_field("dtype", stored.name())?;
         data.serialize_field("block", &block)?;
         data.end()
     }
@@ -266,7 +266,7 @@ impl StepPlan {
                 remedy: format!(
                     "{} values for each element need at least {}",
                     (bucket_plan.columns.len() as u64 + bucket_plan.operands()).max(HOST_OPERANDS),
-                    bucket_plan.unit_bytes()
+                    bucket_plan.units_bytes(1)
                 ),
             });
         }

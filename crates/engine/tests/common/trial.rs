@@ -4,8 +4,11 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use forebay::device::update::{MASTER, MAX_COLUMNS, MAXIMIZE};
-use forebay::device::{Column, Dtype, HostOptions, Kernel, Region, Rule, ScalarInputs, Scalars, SharedDevice, Stream};
+use forebay::device::update::master::{join, split};
+use forebay::device::update::{MASTER, MASTER_CARRY, MASTER_LOW, MAX_COLUMNS, MAXIMIZE};
+use forebay::device::{
+    Column, Dtype, HostOptions, Kernel, MasterFormat, Region, Rule, ScalarInputs, Scalars, SharedDevice, Stream,
+};
 use forebay::flow::RunStats;
 use forebay::optimizer::{Binding, Optimizer, OptimizerOptions, OptimizerStats, Placement, StepFlags, TableInput};
 use forebay::plan::{PlanOptions, StepPlan, TensorSpec, state_bytes};
@@ -21,7 +24,7 @@ pub(crate) struct Tensor {
     pub(crate) grad: Dtype,
     /// Whether its group has numbers with which the rule keeps every column that it has.
     pub(crate) full: bool,
-    pub(crate) master: bool,
+    pub(crate) master: MasterFormat,
     /// Whether parameter and gradients lie on the host.
     pub(crate) on_host: bool,
 }
@@ -32,7 +35,7 @@ impl Tensor {
     }
 
     pub(crate) const fn of(elements: u64, param: Dtype, grad: Dtype) -> Self {
-        Self { elements, param, grad, full: false, master: false, on_host: false }
+        Self { elements, param, grad, full: false, master: MasterFormat::None, on_host: false }
     }
 
     pub(crate) const fn full(self) -> Self {
@@ -40,7 +43,11 @@ impl Tensor {
     }
 
     pub(crate) const fn master(self) -> Self {
-        Self { master: true, ..self }
+        Self { master: MasterFormat::F32, ..self }
+    }
+
+    pub(crate) const fn compact(self) -> Self {
+        Self { master: MasterFormat::Compact, ..self }
     }
 
     pub(crate) const fn on_host(self) -> Self {
@@ -66,17 +73,23 @@ pub(crate) fn mixed_tensors() -> Vec<Tensor> {
         Tensor::of(1, Bf16, F16).master().full(),
         Tensor::f32(2100).full().master(),
         Tensor::of(64, F16, Bf16).full(),
+        Tensor::of(3001, Bf16, Bf16).compact(),
+        Tensor::of(900, Bf16, F32).compact().full(),
+        Tensor::of(3, Bf16, F16).compact(),
+        Tensor::of(0, Bf16, Bf16).compact(),
     ]
 }
 
-/// Every group with a number of elements that is a multiple of 4 and with one that is not, with a master and without.
+/// Every group with a number of elements that is a multiple of 4 and with one that is not, with a master and without; of
+/// the masters, every other one is compact.
 /// Larger than most chunks: some rules round by an element's place in its tensor.
 pub(crate) fn group_tensors() -> Vec<Tensor> {
     let tensor = |i: u64| {
         let elements = 1500 + 4 * i + i / 3 % 2;
         let tensor =
             if i.is_multiple_of(2) { Tensor::f32(elements) } else { Tensor::of(elements, Dtype::Bf16, Dtype::F32) };
-        Tensor { full: i >= 6, master: i % 2 == 1, ..tensor }
+        let master = [MasterFormat::None, MasterFormat::F32, MasterFormat::None, MasterFormat::Compact][i as usize % 4];
+        Tensor { full: i >= 6, master, ..tensor }
     };
     (0..12).map(tensor).collect()
 }
@@ -205,12 +218,33 @@ impl Scenario {
 
     /// State before the first step. Not zero: a misplaced byte must show at once.
     fn state(&self, tensor: usize, column: &Column) -> Vec<f32> {
-        let Tensor { elements, param, .. } = self.tensors[tensor];
+        let elements = self.tensors[tensor].elements;
         match self.rule.columns.iter().position(|own| own == column) {
             Some(0) => values(200 + tensor, elements, -0.1, 0.1),
             Some(index) => values(200 + 100 * index + tensor, elements, 0.0, 0.1),
-            None => widen(param, &self.param(tensor)),
+            None => self.weights(tensor),
         }
+    }
+
+    /// The weights before the first step, as exact as they are kept. Lower halves of compact masters are anything, many of
+    /// them ties.
+    fn weights(&self, tensor: usize) -> Vec<f32> {
+        let Tensor { elements, param, master, .. } = self.tensors[tensor];
+        let weights = widen(param, &self.param(tensor));
+        if master != MasterFormat::Compact {
+            return weights;
+        }
+        let halves = values(900 + tensor, elements, 0.0, 65_536.0);
+        let master = |(i, (weight, low)): (usize, (f32, f32))| {
+            let low = if i % 3 == 0 { 0x8000 } else { low as u16 };
+            join((weight.to_bits() >> 16) as u16, low, low > 0x8000)
+        };
+        weights.into_iter().zip(halves).enumerate().map(master).collect()
+    }
+
+    /// A column before the first step, as it lies in memory.
+    fn state_bytes(&self, tensor: usize, column: &Column) -> Vec<u8> {
+        column_bytes(column, &self.state(tensor, column))
     }
 
     fn is_skipped(&self, step: usize) -> bool {
@@ -229,6 +263,18 @@ impl Scenario {
         rig.synchronize();
         rig.assert_exact(steps);
     }
+}
+
+/// A column of these values, for compact masters of these masters.
+fn column_bytes(column: &Column, values: &[f32]) -> Vec<u8> {
+    if *column == MASTER_LOW {
+        return values.iter().flat_map(|&master| split(master).0.to_le_bytes()).collect();
+    }
+    if *column == MASTER_CARRY {
+        let carries = |eight: &[f32]| (0..eight.len()).fold(0, |byte, i| byte | u8::from(split(eight[i]).1) << i);
+        return values.chunks(8).map(carries).collect();
+    }
+    bytes_of(values)
 }
 
 /// The name under which an [`Outcome`] has step counters.
@@ -369,7 +415,7 @@ impl<'a> Rig<'a> {
             let counter = (self.scenario.counter)(tensor) as f32;
             self.on.write(&bytes_of(&[counter]), &self.counter(tensor)).unwrap();
             for column in self.scenario.columns(tensor).iter().filter(|_| !self.is_resident(tensor)) {
-                let bytes = bytes_of(&self.scenario.state(tensor, column));
+                let bytes = self.scenario.state_bytes(tensor, column);
                 self.on.write(&bytes, &self.column(tensor, column.name)).unwrap();
             }
         }
@@ -554,7 +600,7 @@ fn resident_columns(
     let (mut parts, mut counts) = (Vec::new(), Vec::new());
     for tensor in 0..scenario.tensors.len() {
         let columns = if is_resident(tensor) { scenario.columns(tensor) } else { Vec::new() };
-        parts.extend(columns.iter().map(|column| (bytes_of(&scenario.state(tensor, column)), 4)));
+        parts.extend(columns.iter().map(|column| (scenario.state_bytes(tensor, column), column.stored.bytes())));
         counts.push(columns.len());
     }
     let packed = Packed::new(on, &parts, false);
@@ -593,11 +639,11 @@ fn scalars(on: &Subject, rule: &Rule, hypers: &[f64], step: u64, elements: u64) 
 pub(crate) fn reference(on: &Subject, scenario: &Scenario, steps: usize) -> Outcome {
     let (mut values, rule) = (BTreeMap::new(), scenario.rule);
     for (tensor, of) in scenario.tensors.iter().enumerate() {
-        if of.param != Dtype::F32 && !of.master {
+        if of.param != Dtype::F32 && of.master == MasterFormat::None {
             continue;
         }
         let (columns, kept) = (scenario.columns(tensor), (rule.keeps)(&scenario.groups[scenario.group(tensor)]));
-        let mut weights = widen(of.param, &scenario.param(tensor));
+        let mut weights = scenario.weights(tensor);
         let start = |i: usize| rule.columns.get(i).filter(|_| kept & 1 << i != 0);
         let start: [Option<Vec<f32>>; MAX_COLUMNS] =
             std::array::from_fn(|i| start(i).map(|column| scenario.state(tensor, column)));
@@ -622,11 +668,17 @@ pub(crate) fn reference(on: &Subject, scenario: &Scenario, steps: usize) -> Outc
         for column in columns {
             let bytes = match rule.columns.iter().position(|own| *own == column) {
                 Some(index) => bytes_of(&state.iter().map(|state| state[index]).collect::<Vec<_>>()),
-                None => bytes_of(&weights),
+                None => column_bytes(&column, &weights),
             };
             values.insert((tensor, Some(column.name)), bytes);
         }
-        assert_eq!(of.master, values.contains_key(&(tensor, Some(MASTER.name))));
+        let has = |column: Column| values.contains_key(&(tensor, Some(column.name)));
+        assert_eq!(of.master == MasterFormat::F32, has(MASTER));
+        assert_eq!(of.master == MasterFormat::Compact, has(MASTER_LOW) && has(MASTER_CARRY));
+        if of.master == MasterFormat::Compact {
+            let rounded = |master: &f32| (master.to_bits() >> 16) as u16 + u16::from(split(*master).1);
+            values.insert((tensor, None), weights.iter().flat_map(|master| rounded(master).to_le_bytes()).collect());
+        }
         if of.param == Dtype::F32 {
             values.insert((tensor, None), bytes_of(&weights));
         }

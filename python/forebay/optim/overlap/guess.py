@@ -88,6 +88,11 @@ def check(optimizer: Optimizer) -> None:
             "speculate=True does not work on devices that are driven through torch, which have no kernel to bring "
             "weights back; leave it out"
         )
+    if options.has_compact_masters:
+        raise OptionError(
+            "speculate=True needs f32 masters, and master_weights='compact' has only a part beside the weight, which a "
+            "guess overwrites; use master_weights=True, or leave speculate out"
+        )
     check_masters(optimizer)
 
 

@@ -466,7 +466,7 @@ class Overlap:
         if one.home is None or not optimizer._tables[one.home[0]].is_resident:
             return []
         room = optimizer.state.rooms[id(one.parameter)]
-        return [address(local(optimizer.state.view(room, column))) for column in room.columns]
+        return optimizer.state.addresses(room)
 
     def _make_pending(self, parameters: list[torch.Tensor]) -> None:
         # A saved weight that is used later must raise torch's error instead of having new values.
@@ -754,7 +754,7 @@ class Overlap:
             others = engine.overlap_stats()
             found = {**found, **others, "freed_bytes": self._freed_before}
             rooms = optimizer.state.rooms.values()
-            resident = sum(4 * local(room.parameter).numel() * len(room.columns) for room in rooms if room.is_resident)
+            resident = sum(room.bytes for room in rooms if room.is_resident)
             found["resident_bytes"] = resident
             found["device_bytes"] = found["ring_bytes"] + resident
             found["pinned_bytes"] = engine.pinned_bytes()

@@ -1,7 +1,8 @@
 //! Updates on the CPU: one sweep over a segment, from memory through registers and back.
 //!
 //! It works on a vector of elements at a time: a gradient in half precision is widened, a master whose rounding differs
-//! from its weight is replaced, the rule's arithmetic is applied, and master, state and rounded weight are written. The
+//! from its weight is replaced, the rule's arithmetic is applied, and master, state and rounded weight are written. A
+//! compact master is put together from its weight and taken apart again, see [`crate::update::master`]. The
 //! sweep is written once and compiled for each vector unit: for any CPU (on aarch64 that includes NEON), for AVX2 with
 //! FMA and F16C, and for AVX-512.
 
@@ -14,7 +15,8 @@ use std::sync::LazyLock;
 use crate::error::{Error, Result};
 use crate::kernel::Dtype;
 use crate::memory::Region;
-use crate::update::{Arithmetic, MAX_COLUMNS, MAXIMIZE, Rule, Scalars, Segment, Splat};
+use crate::update::master::CARRIES;
+use crate::update::{Arithmetic, MAX_COLUMNS, MAXIMIZE, Master, Rule, Scalars, Segment, Splat};
 use vector::Vector;
 
 /// What every CPU of an architecture has.
@@ -133,6 +135,66 @@ impl Elements {
     }
 }
 
+/// The lower halves of compact masters, and the carries of rounding.
+#[derive(Clone, Copy)]
+struct Halves {
+    low: usize,
+    carry: usize,
+}
+
+impl Halves {
+    const NONE: Self = Self { low: 0, carry: 0 };
+
+    fn low(self, at: usize) -> *mut u16 {
+        (self.low as *mut u16).wrapping_add(at)
+    }
+
+    fn carry(self, at: usize) -> *mut u8 {
+        (self.carry as *mut u8).wrapping_add(at / CARRIES as usize)
+    }
+
+    /// The masters of weights, from `at` on.
+    ///
+    /// # Safety
+    /// As [`Vector`]'s, for the elements from `at` on; `at` must be a multiple of the vector's lanes.
+    #[inline(always)]
+    unsafe fn join<V: Vector>(self, weight: V, at: usize, ahead: usize) -> V {
+        prefetch(self.low(at + ahead));
+        // SAFETY: as the caller promises. A vector's carries are whole bytes, or all in one.
+        unsafe {
+            let first = self.carry(at);
+            let carry = match V::N {
+                16 => u32::from(first.cast::<u16>().read_unaligned()),
+                8 => u32::from(first.read()),
+                _ => u32::from(first.read()) >> (at % CARRIES as usize) & ((1 << V::N) - 1),
+            };
+            let master = weight.with_low(self.low(at), carry);
+            master.unless_replaced(master.rounded_bf16(), weight)
+        }
+    }
+
+    /// Keeps of masters what their rounding does not have.
+    ///
+    /// # Safety
+    /// As [`Self::join`].
+    #[inline(always)]
+    unsafe fn keep<V: Vector>(self, master: V, at: usize) {
+        // SAFETY: as the caller promises.
+        unsafe {
+            let carry = master.store_low(master.rounded_bf16(), self.low(at));
+            let first = self.carry(at);
+            match V::N {
+                16 => first.cast::<u16>().write_unaligned(carry as u16),
+                8 => first.write(carry as u8),
+                _ => {
+                    let (shift, lanes) = (at % CARRIES as usize, (1u32 << V::N) - 1);
+                    first.write(first.read() & !((lanes << shift) as u8) | (carry << shift) as u8);
+                }
+            }
+        }
+    }
+}
+
 /// The operands of a segment, for [`lanes`].
 #[derive(Clone, Copy)]
 struct Operands {
@@ -142,6 +204,8 @@ struct Operands {
     state: [Elements; MAX_COLUMNS],
     kept: u32,
     master: Option<Elements>,
+    /// Where they have addresses, masters are compact.
+    halves: Halves,
     /// The place in its parameter of the first element.
     first: u64,
 }
@@ -149,12 +213,18 @@ struct Operands {
 impl Operands {
     fn new(segment: &Segment) -> Self {
         let state = |region: &Region| Elements::new(region, Dtype::F32);
+        let (master, halves) = match &segment.master {
+            None => (None, Halves::NONE),
+            Some(Master::F32(master)) => (Some(state(master)), Halves::NONE),
+            Some(Master::Compact { low, carry }) => (None, Halves { low: low.addr(), carry: carry.addr() }),
+        };
         Self {
             weight: Elements::new(&segment.weight, segment.weight_dtype),
             grad: Elements::new(&segment.grad, segment.grad_dtype),
             state: segment.state.each_ref().map(|column| column.as_ref().map_or(Elements::NONE, state)),
             kept: segment.kept(),
-            master: segment.master.as_ref().map(state),
+            master,
+            halves,
             first: segment.first,
         }
     }
@@ -164,7 +234,7 @@ impl Operands {
 const ANY: u32 = u32::MAX;
 
 /// A rule's arithmetic over whole vectors from `start` on; returns where it ended. `KEPT` has a bit for each column that
-/// is there, or is [`ANY`].
+/// is there, or is [`ANY`]. `COMPACT` says whether the masters are.
 ///
 /// Types and switches do not change from vector to vector and are tested for each: the processor predicts the branches.
 /// Columns are fixed at compile time: with a test for each of them at each vector, an update in the cache takes up to 18 %
@@ -173,7 +243,11 @@ const ANY: u32 = u32::MAX;
 /// # Safety
 /// As [`Unit::sweep`], on a CPU with the vector's instructions.
 #[inline(always)]
-unsafe fn lanes<A: Arithmetic, V: Vector, const KEPT: u32>(on: Operands, range: Range<usize>, how: Sweep<'_>) -> usize {
+unsafe fn lanes<A: Arithmetic, V: Vector, const KEPT: u32, const COMPACT: bool>(
+    on: Operands,
+    range: Range<usize>,
+    how: Sweep<'_>,
+) -> usize {
     let Range { start: mut at, end } = range;
     let (ahead, kept) = (ahead(), if KEPT == ANY { on.kept } else { KEPT });
     // Weights that are not read are written whole: past the cache, so that their lines need not be read either.
@@ -186,6 +260,7 @@ unsafe fn lanes<A: Arithmetic, V: Vector, const KEPT: u32>(on: Operands, range: 
             let grad = on.grad.load::<V>(at, ahead).mul(scale);
             let grad = if s.has(MAXIMIZE) { grad.neg() } else { grad };
             let old = match on.master {
+                _ if COMPACT => on.halves.join(on.weight.load::<V>(at, ahead), at, ahead),
                 None => on.weight.load::<V>(at, ahead),
                 Some(master) => {
                     let master = master.load::<V>(at, ahead);
@@ -210,7 +285,9 @@ unsafe fn lanes<A: Arithmetic, V: Vector, const KEPT: u32>(on: Operands, range: 
             for (i, column) in on.state.iter().enumerate().filter(|(i, _)| kept & 1 << i != 0) {
                 column.store(at, state[i], false);
             }
-            if let Some(master) = on.master {
+            if COMPACT {
+                on.halves.keep(new, at);
+            } else if let Some(master) = on.master {
                 master.store(at, new, false);
             }
             on.weight.store(at, new, streams);
@@ -232,15 +309,33 @@ unsafe fn sweep_with<A: Arithmetic, V: Vector>(segment: &Segment, range: Range<u
     let on = Operands::new(segment);
     // SAFETY: as the caller promises.
     unsafe {
-        let whole = range.clone();
+        if segment.is_compact() {
+            sweep_lanes::<A, V, true>(on, range, how);
+        } else {
+            sweep_lanes::<A, V, false>(on, range, how);
+        }
+    }
+}
+
+/// # Safety
+/// As [`lanes`].
+#[inline(always)]
+unsafe fn sweep_lanes<A: Arithmetic, V: Vector, const COMPACT: bool>(
+    on: Operands,
+    range: Range<usize>,
+    how: Sweep<'_>,
+) {
+    let whole = range.clone();
+    // SAFETY: as the caller promises.
+    unsafe {
         let left = match on.kept {
-            0b000 => lanes::<A, V, 0b000>(on, whole, how),
-            0b001 => lanes::<A, V, 0b001>(on, whole, how),
-            0b011 => lanes::<A, V, 0b011>(on, whole, how),
-            0b111 => lanes::<A, V, 0b111>(on, whole, how),
-            _ => lanes::<A, V, ANY>(on, whole, how),
+            0b000 => lanes::<A, V, 0b000, COMPACT>(on, whole, how),
+            0b001 => lanes::<A, V, 0b001, COMPACT>(on, whole, how),
+            0b011 => lanes::<A, V, 0b011, COMPACT>(on, whole, how),
+            0b111 => lanes::<A, V, 0b111, COMPACT>(on, whole, how),
+            _ => lanes::<A, V, ANY, COMPACT>(on, whole, how),
         };
-        lanes::<A, f32, ANY>(on, left..range.end, how);
+        lanes::<A, f32, ANY, COMPACT>(on, left..range.end, how);
     }
 }
 
@@ -347,7 +442,7 @@ impl Unit {
     /// # Safety
     /// The segment's operands must be checked for the rule (live, aligned, equal in elements, no two overlapping) memory
     /// that the CPU can reach, `range` must lie inside them, and nobody else may touch that range of any of them
-    /// meanwhile.
+    /// meanwhile. With compact masters a range begins at a multiple of [`CARRIES`] elements.
     pub(crate) unsafe fn sweep(self, rule: &Rule, segment: &Segment, range: Range<usize>, how: Sweep<'_>) {
         // SAFETY: as the caller promises.
         unsafe { (rule.sweep)(self, segment, range, how) };
@@ -399,7 +494,7 @@ mod tests {
             }),
             master: master.map(|agree| {
                 let [agreeing, stale] = [1, 6].map(|seed| bytes(&state(seed, -1.0, 1.0)));
-                buffer(&[&agreeing[..4 * agree], &stale[4 * agree..]].concat())
+                Master::F32(buffer(&[&agreeing[..4 * agree], &stale[4 * agree..]].concat()))
             }),
             first: 37,
             scalars: 0,
@@ -480,6 +575,58 @@ mod tests {
                         assert!(cut == reference, "cut, {unit:?} {}", what());
                     }
                 }
+            }
+        }
+    }
+
+    /// Compact masters give the bits of f32 masters, on every vector unit and however a segment is cut: weights, state, and
+    /// the masters that are put together again.
+    #[test]
+    fn compact_masters_have_the_bits_of_f32_masters() {
+        let n = 1553;
+        for (i, case) in cases().iter().enumerate() {
+            let (dtypes, kept) =
+                ((Dtype::Bf16, [Dtype::F32, Dtype::Bf16, Dtype::F16][i % 3]), (case.rule.keeps)(&case.hypers));
+            let compact = || {
+                let mut segment = segment(n, dtypes, kept, None);
+                let pattern = |seed: u64, i: usize| (uniform_element(seed, i as u64, 0.0, 1.0) * 65536.0) as u16;
+                // Some lower halves are ties or next to one; a carry that does not belong to its half comes up too.
+                let low: Vec<u16> = (0..n).map(|i| [pattern(8, i), 0x8000, 0x7fff, 0x8001, 0][i % 5]).collect();
+                let carry: Vec<u8> = (0..n.div_ceil(8)).map(|i| pattern(9, i) as u8).collect();
+                segment.master = Some(Master::Compact {
+                    low: buffer(&low.iter().flat_map(|low| low.to_le_bytes()).collect::<Vec<_>>()),
+                    carry: buffer(&carry),
+                });
+                segment
+            };
+            let masters = |segment: &Segment| -> Region {
+                let (Some(Master::Compact { low, carry }), masters) = (&segment.master, buffer(&vec![0; 4 * n])) else {
+                    panic!("made so above")
+                };
+                crate::update::master::masters_of(&segment.weight, low, carry, &masters).unwrap();
+                masters
+            };
+            let scalars = case.rule.at_step(&case.hypers, case.step, case.elements);
+            let sweep = |unit: Unit, segment: &Segment, cuts: &[usize]| {
+                let how = Sweep { scale: 0.37, scalars: &scalars, trust_master: false };
+                for ends in cuts.windows(2) {
+                    // SAFETY: fresh memory of the test's own, and the ranges lie inside it.
+                    unsafe { unit.sweep(case.rule, segment, ends[0]..ends[1], how) };
+                }
+            };
+            let mut reference = compact();
+            reference.master = Some(Master::F32(masters(&reference)));
+            sweep(Unit::Portable, &reference, &[0, n]);
+            let expected: Vec<Vec<u8>> = reference.operands().map(|(region, _)| bytes(region)).collect();
+            let all_cuts = [vec![0, n], vec![0, 8, 64, 696, 1032, n]];
+            for (unit, cuts) in
+                Unit::available().into_iter().flat_map(|unit| all_cuts.each_ref().map(|cuts| (unit, cuts)))
+            {
+                let mut segment = compact();
+                sweep(unit, &segment, cuts);
+                segment.master = Some(Master::F32(masters(&segment)));
+                let found: Vec<Vec<u8>> = segment.operands().map(|(region, _)| bytes(region)).collect();
+                assert!(found == expected, "{unit:?} {:?} {:?} {cuts:?}", case.rule, case.hypers);
             }
         }
     }

@@ -41,6 +41,10 @@ pub(crate) unsafe trait Vector: Copy {
     unsafe fn rounded_f16(self) -> Self;
     /// `self` where `rounded` has the bits of `weight`, and `weight` elsewhere.
     unsafe fn unless_replaced(self, rounded: Self, weight: Self) -> Self;
+    /// Of weights that are bf16: one less in the upper half where `carry` has the lane's bit, and `low` as the lower half.
+    unsafe fn with_low(self, low: *const u16, carry: u32) -> Self;
+    /// Writes the lower halves. Returns a bit for each lane whose upper half is not that of `rounded`.
+    unsafe fn store_low(self, rounded: Self, low: *mut u16) -> u32;
 
     /// `other` in the selected lanes, and `self` in the others.
     #[inline(always)]
@@ -158,6 +162,18 @@ unsafe impl Vector for f32 {
     unsafe fn unless_replaced(self, rounded: Self, weight: Self) -> Self {
         if rounded.to_bits() == weight.to_bits() { self } else { weight }
     }
+    #[inline(always)]
+    unsafe fn with_low(self, low: *const u16, carry: u32) -> Self {
+        // SAFETY: as the caller promises.
+        let low = u32::from(unsafe { low.read() });
+        f32::from_bits(self.to_bits().wrapping_sub(carry << 16) | low)
+    }
+    #[inline(always)]
+    unsafe fn store_low(self, rounded: Self, low: *mut u16) -> u32 {
+        // SAFETY: as the caller promises.
+        unsafe { low.write(self.to_bits() as u16) };
+        u32::from((self.to_bits() ^ rounded.to_bits()) >> 16 != 0)
+    }
 }
 
 /// Implements [`Vector`] from one expression for each operation.
@@ -266,6 +282,23 @@ mod x86 {
             let same = _mm256_cmpeq_epi32(_mm256_castps_si256(rounded), _mm256_castps_si256(weight));
             _mm256_blendv_ps(weight, self, _mm256_castsi256_ps(same))
         };
+        with_low(self: Self, low: *const u16, carry: u32) -> Self => {
+            let lanes = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+            let carries = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(carry as i32), lanes), lanes);
+            // A lane of ones is -1, and shifted -1 in the upper half.
+            let upper = _mm256_add_epi32(_mm256_castps_si256(self), _mm256_slli_epi32::<16>(carries));
+            let lower = _mm256_cvtepu16_epi32(_mm_loadu_si128(low.cast()));
+            _mm256_castsi256_ps(_mm256_or_si256(upper, lower))
+        };
+        store_low(self: Self, rounded: Self, low: *mut u16) -> u32 => {
+            let bits = _mm256_castps_si256(self);
+            let lower = _mm256_and_si256(bits, _mm256_set1_epi32(0xffff));
+            let packed = _mm256_permute4x64_epi64::<0b1000>(_mm256_packus_epi32(lower, lower));
+            _mm_storeu_si128(low.cast(), _mm256_castsi256_si128(packed));
+            let upper = _mm256_andnot_si256(_mm256_set1_epi32(0xffff), bits);
+            let same = _mm256_cmpeq_epi32(upper, _mm256_castps_si256(rounded));
+            !(_mm256_movemask_ps(_mm256_castsi256_ps(same)) as u32) & 0xff
+        };
     }
 
     /// The bits of the nearest bf16 in the upper half of each lane.
@@ -345,6 +378,18 @@ mod x86 {
             let same = _mm512_cmpeq_epi32_mask(_mm512_castps_si512(rounded), _mm512_castps_si512(weight));
             _mm512_mask_blend_ps(same, weight, self)
         };
+        with_low(self: Self, low: *const u16, carry: u32) -> Self => {
+            let weight = _mm512_castps_si512(self);
+            let upper = _mm512_mask_sub_epi32(weight, carry as __mmask16, weight, _mm512_set1_epi32(0x1_0000));
+            let lower = _mm512_cvtepu16_epi32(_mm256_loadu_si256(low.cast()));
+            _mm512_castsi512_ps(_mm512_or_si512(upper, lower))
+        };
+        store_low(self: Self, rounded: Self, low: *mut u16) -> u32 => {
+            let bits = _mm512_castps_si512(self);
+            _mm256_storeu_si256(low.cast(), _mm512_cvtepi32_epi16(bits));
+            let upper = _mm512_andnot_si512(_mm512_set1_epi32(0xffff), bits);
+            u32::from(_mm512_cmpneq_epi32_mask(upper, _mm512_castps_si512(rounded)))
+        };
     }
 }
 
@@ -396,6 +441,19 @@ mod neon {
         unless_replaced(self: Self, rounded: Self, weight: Self) -> Self => {
             let same = vceqq_u32(vreinterpretq_u32_f32(rounded), vreinterpretq_u32_f32(weight));
             vbslq_f32(same, self, weight)
+        };
+        with_low(self: Self, low: *const u16, carry: u32) -> Self => {
+            let (lower, mut lanes) = (low.cast::<[u16; 4]>().read_unaligned(), [0f32; 4]);
+            vst1q_f32(lanes.as_mut_ptr(), self);
+            for (lane, (value, low)) in lanes.iter_mut().zip(lower).enumerate() {
+                *value = value.with_low(&raw const low, carry >> lane & 1);
+            }
+            vld1q_f32(lanes.as_ptr())
+        };
+        store_low(self: Self, rounded: Self, low: *mut u16) -> u32 => {
+            let (bits, rounded) = (each(self, f32::to_bits), each(rounded, f32::to_bits));
+            low.cast::<[u16; 4]>().write_unaligned(bits.map(|bits| bits as u16));
+            (0..4).fold(0, |carry, lane| carry | u32::from((bits[lane] ^ rounded[lane]) >> 16 != 0) << lane)
         };
     }
 }

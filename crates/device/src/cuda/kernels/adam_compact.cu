@@ -1,0 +1,4 @@
+// Adam with compact masters.
+
+#include "compact.cuh"
+#include "adam.cu"

@@ -1,0 +1,4 @@
+// AdamW with compact masters.
+
+#include "compact.cuh"
+#include "adamw.cu"

@@ -1,0 +1,4 @@
+// Lion with compact masters.
+
+#include "compact.cuh"
+#include "lion.cu"

@@ -1,0 +1,4 @@
+// Stochastic gradient descent with compact masters.
+
+#include "compact.cuh"
+#include "sgd.cu"
