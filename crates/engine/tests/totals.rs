@@ -17,7 +17,7 @@ fn pinned(of: Use) -> u64 {
 fn move_a_chunk(pipeline: &Pipeline, memory: &Allocator) -> forebay::Result<()> {
     let slab = memory.pin(&[SLOT_BYTES])?;
     let host = slab.part(0)?;
-    let slot = pipeline.fetch(pipeline.acquire()?, &[host.clone()], &[(0, SLOT_BYTES)])?;
+    let slot = pipeline.fetch(pipeline.acquire()?, std::slice::from_ref(&host), &[(0, SLOT_BYTES)])?;
     let slot = pipeline.store(slot, &[(0, SLOT_BYTES)], &[host], 0, SLOT_BYTES)?;
     pipeline.release(slot);
     pipeline.drain()
