@@ -565,12 +565,12 @@ class Optimizer:
         """
     def overlap_abort(self, /) -> None:
         """
-        Give an open step up; an error if some of it was submitted.
+        Give an open step up; an error if some of it was submitted, unless it is speculative: then all is as it was.
         """
     def overlap_begin(self, /, order: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]], hypers: SupportsGetItem[int, SupportsGetItem[int, SupportsFloat | SupportsIndex]], speculative: bool = False) -> None:
         """
         Open an overlapped step. `order` has a number for each tensor of each table: smaller is needed earlier by the next
-        forward.
+        forward. A speculative one updates on the second copy of the state until its commit says whether it is clipped.
         """
     def overlap_commit(self, /, tensors: SupportsGetItem[int, tuple[Looked, Looked, SupportsGetItem[int, SupportsIndex]]], stream: SupportsIndex, grad_scale: SupportsIndex = 0, resident: SupportsGetItem[int, SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]]] | None = None) -> None:
         """
