@@ -8,6 +8,7 @@ mod options;
 mod output;
 mod plan;
 mod progress;
+mod report;
 mod tables;
 
 use std::ffi::OsString;
@@ -39,6 +40,7 @@ pub fn run<A: Into<OsString> + Clone>(arguments: impl IntoIterator<Item = A>, bu
         Command::Inspect { path, output } => checkpoint::inspect(&path, &output.json),
         Command::Verify { path, output } => checkpoint::verify(&path, &output.json),
         Command::Convert { from, to, weights } => checkpoint::convert(&from, &to, weights),
+        Command::Report(args) => report::report(&args),
         Command::Plan { plan: Plan::Step(args) } => plan::step(&args),
         Command::Bench { bench: Bench::Step(args) } => run_bench_step(&args),
         Command::Bench { bench: Bench::CpuAdam(args) } => run_bench_cpu_adam(&args),
@@ -56,7 +58,15 @@ const WRONG_OPTIONS: u8 = 2;
 /// Why a command did not finish.
 enum Failure {
     Engine(Error),
-    Write { path: String, error: std::io::Error },
+    Write {
+        path: String,
+        error: std::io::Error,
+    },
+    /// A file that cannot be used, and what to do.
+    Unusable {
+        text: String,
+        hint: &'static str,
+    },
 }
 
 impl<E: Into<Error>> From<E> for Failure {
@@ -71,7 +81,7 @@ fn run_probe(choice: &DeviceChoice, json: &Json) -> Result<u8, Failure> {
     let mut bar = Bar::new();
     let result = probe(&device, &mut bar)?;
     drop(bar);
-    report(json, &result, || tables::probe(&result))?;
+    report_result(json, &result, || tables::probe(&result))?;
     Ok(SUCCESS)
 }
 
@@ -94,7 +104,7 @@ fn run_bench_step(args: &StepArgs) -> Result<u8, Failure> {
     let mut bar = Bar::new();
     let result = bench_step(&device, &options, &mut bar)?;
     drop(bar);
-    report(json, &result, || tables::step(&result))?;
+    report_result(json, &result, || tables::step(&result))?;
     if let (Some(path), Some(trace)) = (&args.trace, &result.trace) {
         write(path, &trace.chrome_events())?;
         if !json.to_stdout() {
@@ -112,12 +122,12 @@ fn run_bench_cpu_adam(args: &CpuAdamArgs) -> Result<u8, Failure> {
     let mut bar = Bar::new();
     let result = bench_cpu_adam(&device, &args.options(), &mut bar)?;
     drop(bar);
-    report(json, &result, || tables::cpu_adam(&result))?;
+    report_result(json, &result, || tables::cpu_adam(&result))?;
     Ok(SUCCESS)
 }
 
 /// Prints the table, the JSON, or the table with the JSON in a file.
-fn report<T: Serialize>(json: &Json, result: &T, table: impl FnOnce() -> String) -> Result<(), Failure> {
+fn report_result<T: Serialize>(json: &Json, result: &T, table: impl FnOnce() -> String) -> Result<(), Failure> {
     match json {
         Json::Off => emit(&table()),
         Json::Stdout => emit(&format!("{}\n", pretty(result))),
