@@ -52,6 +52,8 @@ pub(crate) struct Step {
     /// The parts of forward and backward in which no copy was under way.
     pub(crate) idle_forward_s: f64,
     pub(crate) idle_backward_s: f64,
+    /// Forward passes.
+    pub(crate) micro_batches: f64,
 }
 
 /// All waits for one reason.
@@ -156,9 +158,11 @@ impl Sets {
 fn steps(rank: &Rank, row: u64, sets: &Sets) -> Vec<Step> {
     let passes = || rank.spans.iter().filter(|span| is_pass(span, row));
     let mut begin_ns = passes().map(|span| span.start_ns).min().unwrap_or(0);
+    let forwards: Vec<i64> = passes().filter(|span| span.name == "forward").map(|span| span.start_ns).collect();
     let mut steps = Vec::<Step>::new();
     for span in passes().filter(|span| span.name == "step") {
         let end_ns = span.end_ns.max(begin_ns);
+        let seen = forwards.partition_point(|begin| *begin < begin_ns) as f64;
         let part = |set: &Intervals| set.within(begin_ns, end_ns);
         let seconds = |name: &str| part(&sets.passes[name]).seconds();
         let idle = |name: &str| {
@@ -178,6 +182,7 @@ fn steps(rank: &Rank, row: u64, sets: &Sets) -> Vec<Step> {
             waits: waits.filter(|(_, seconds)| *seconds > 0.0).collect(),
             idle_forward_s: idle("forward"),
             idle_backward_s: idle("backward"),
+            micro_batches: forwards.partition_point(|begin| *begin < end_ns) as f64 - seen,
             ..Step::default()
         });
         begin_ns = end_ns;
@@ -217,6 +222,7 @@ fn typical(steps: &[Step]) -> Option<Step> {
         store_bytes: mean(|step| step.store_bytes as f64) as u64,
         idle_forward_s: mean(|step| step.idle_forward_s),
         idle_backward_s: mean(|step| step.idle_backward_s),
+        micro_batches: mean(|step| step.micro_batches),
     })
 }
 

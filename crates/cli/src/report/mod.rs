@@ -18,12 +18,12 @@ use serde::Serialize;
 
 use advice::{Advice, Facts, advise};
 use figures::Figures;
-use numbers::{percent, seconds};
+use numbers::{percent, seconds, size};
 use trace::{Limit, Rank, Trace};
 
 use crate::options::ReportArgs;
 use crate::output::{check_writable, emit};
-use crate::tables::{count, size};
+use crate::tables::count;
 use crate::{Failure, SUCCESS};
 
 /// A trace with its figures.

@@ -1,11 +1,27 @@
 //! Numbers as people read them.
 
-pub(crate) use crate::tables::size;
+/// Bytes in three digits.
+pub(crate) fn size(bytes: u64) -> String {
+    let mut value = bytes as f64;
+    let mut unit = 0;
+    while value >= 999.5 && unit < 4 {
+        value /= 1e3;
+        unit += 1;
+    }
+    let digits = match value {
+        _ if unit == 0 => 0,
+        small if small < 9.995 => 2,
+        middle if middle < 99.95 => 1,
+        _ => 0,
+    };
+    format!("{value:.digits$} {}", ["bytes", "kB", "MB", "GB", "TB"][unit])
+}
 
 /// A time in the unit that keeps it short.
 pub(crate) fn seconds(value: f64) -> String {
     match value.abs() {
-        0.0 => "0 ms".to_owned(),
+        // Less than a clock shows.
+        none if none < 1e-9 => "0 ms".to_owned(),
         small if small < 1e-4 => format!("{:.1} us", value * 1e6),
         small if small < 0.01 => format!("{:.2} ms", value * 1e3),
         small if small < 0.1 => format!("{:.1} ms", value * 1e3),
@@ -54,6 +70,9 @@ mod tests {
         }
         for (share, text) in [(0.0, "0 %"), (0.0034, "0.34 %"), (0.034, "3.4 %"), (0.628, "63 %")] {
             assert_eq!(percent(share), text);
+        }
+        for (bytes, text) in [(0, "0 bytes"), (999, "999 bytes"), (16_777_216, "16.8 MB"), (9_663_676_416, "9.66 GB")] {
+            assert_eq!(size(bytes), text);
         }
         for (bytes, text) in [(4 << 30, "4 GiB"), (1_342_177_280, "1.25 GiB"), (100 << 20, "0.1 GiB")] {
             assert_eq!(gib(bytes), text);

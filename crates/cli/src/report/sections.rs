@@ -35,7 +35,8 @@ fn by_rank(report: &Report, part: impl Fn(&Rank, &Computed) -> String) -> String
         let title = if report.computed.len() > 1 { format!("<h3>rank {number}</h3>") } else { String::new() };
         format!("<div data-rank=\"{number}\">{title}{}</div>\n", part(rank, computed))
     });
-    parts.collect()
+    let many = if report.computed.len() > 1 { " many" } else { "" };
+    format!("<div class=\"ranks{many}\">{}</div>", parts.collect::<String>())
 }
 
 fn paragraph(text: &str) -> String {

@@ -55,19 +55,12 @@ function axis(chart, top) {
     const label = clock(at, step);
     if (top && place + pen.measureText(label).width < left + room) pen.fillText(label, place + 4, AXIS / 2 - 1);
   }
-  const steps = view.ranks[0].steps;
-  pen.fillStyle = colour.muted;
-  const first = Math.max(below(steps.map((one) => one.to), view.from), 0);
-  let last = -Infinity;
-  for (const one of steps.slice(first)) {
-    if (one.from > view.to) break;
-    const place = Math.round(x(one.to));
-    if (place - last < 6 || place < left) continue;
-    last = place;
-    pen.globalAlpha = 0.6;
-    pen.fillRect(place, top ? AXIS - 4 : 0, 1, height);
-    pen.globalAlpha = 1;
-  }
+  // The ends of steps, where they are not too close to be seen apart.
+  const steps = view.ranks[0].steps.filter((one) => one.to >= view.from && one.to <= view.to);
+  if (steps.length > room / 16) return;
+  pen.globalAlpha = 0.6;
+  for (const one of steps) pen.fillRect(Math.round(x(one.to)), top ? AXIS - 4 : 0, 1, height);
+  pen.globalAlpha = 1;
 }
 
 function layout() {
@@ -165,9 +158,9 @@ function drawSpan(pen, lane, place, row, from, wide, y, tall) {
 }
 
 // A strip of a chart: its name in the margin, its scale, and what `plot` draws.
-function strip(chart, y, name, most, label, plot) {
+function strip(chart, y, name, most, labels, plot) {
   const { pen, left, width } = chart;
-  const below = y + STRIP - 14, top = y + (left ? 6 : 20);
+  const below = y + STRIP - 16, top = y + (left ? 6 : 20);
   pen.fillStyle = colour.line;
   pen.fillRect(left, below, width - left, 1);
   pen.save();
@@ -178,11 +171,10 @@ function strip(chart, y, name, most, label, plot) {
   pen.restore();
   pen.textAlign = "left";
   pen.fillStyle = colour.text;
-  if (left) pen.fillText(name, 0, top + 8, left - 8);
-  else pen.fillText(name, 0, y + 8);
+  pen.fillText(name, 0, left ? top + 8 : y + 8, left ? left - 8 : 120);
   pen.fillStyle = colour.muted;
-  if (left) pen.fillText(label, 0, top + 24, left - 8);
-  else { pen.textAlign = "right"; pen.fillText(label, width, y + 8); }
+  if (left) labels.forEach((label, place) => pen.fillText(label, 0, top + 24 + 16 * place, left - 8));
+  else { pen.textAlign = "right"; pen.fillText(labels.join(", "), width, y + 8, width - 124); }
 }
 
 const rankName = (rank, name) => (RANKS.length > 1 ? `${rank.rank}: ${name}` : name);
@@ -200,8 +192,9 @@ function drawWire() {
       rates.push(parts.reduce((sum, part) => sum + between(part, part.moved, from, to), 0) / (to - from));
     }
     const highest = Math.max(...rates), most = Math.max(highest, limit ? limit * 1.1 : 0);
-    const label = `max ${highest.toFixed(1)} GB/s`;
-    strip(chart, number * STRIP, rankName(rank, name), most, label, (height, below) => {
+    const labels = [`max ${highest.toFixed(1)} GB/s`];
+    if (limit) labels.push(`- - limit ${limit.toFixed(1)}`);
+    strip(chart, number * STRIP, rankName(rank, name), most, labels, (height, below) => {
       pen.fillStyle = colour[`c-${kind}`];
       rates.forEach((rate, place) => { if (rate > 0) pen.fillRect(left + place, height(rate), 1, below - height(rate)); });
       if (!limit) return;
@@ -212,12 +205,6 @@ function drawWire() {
       pen.lineTo(width, height(limit));
       pen.stroke();
       pen.setLineDash([]);
-      const text = `limit ${limit.toFixed(1)} GB/s`, wide = pen.measureText(text).width + 8;
-      pen.fillStyle = colour.page;
-      pen.fillRect(width - wide, height(limit) + 2, wide, 15);
-      pen.fillStyle = colour.limit;
-      pen.textAlign = "right";
-      pen.fillText(text, width - 4, height(limit) + 10);
     });
   });
 }
@@ -231,7 +218,7 @@ function drawMemory() {
   axis(chart, false);
   strips.forEach(([rank, counter], number) => {
     const most = counter.series.reduce((high, one) => one.value.reduce((a, b) => Math.max(a, b), high), 0);
-    strip(chart, number * STRIP, rankName(rank, counter.name), most, `max ${size(most)}`, (height) => {
+    strip(chart, number * STRIP, rankName(rank, counter.name), most, [`max ${size(most)}`], (height) => {
       let key = width - 4;
       counter.series.forEach((one, place) => {
         pen.strokeStyle = pen.fillStyle = colour[`s-${place % 4}`];
@@ -251,7 +238,7 @@ function drawMemory() {
         pen.stroke();
         pen.setLineDash([]);
         pen.textAlign = "right";
-        const base = number * STRIP + STRIP - 6;
+        const base = number * STRIP + STRIP - 7;
         pen.fillText(one.name, key, base);
         key -= pen.measureText(one.name).width + 6;
         pen.fillRect(key - 14, base - 1, 14, 2);

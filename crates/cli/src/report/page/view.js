@@ -20,7 +20,7 @@ function show(from, to) {
   const range = document.getElementById("range");
   range.dataset.from = view.from;
   range.dataset.to = view.to;
-  range.textContent = `${clock(view.from - view.begin)} to ${clock(view.to - view.begin)}, ${span(view.to - view.from)} of ${span(view.end - view.begin)}`;
+  range.textContent = `${clock(view.from - view.begin)} to ${clock(view.to - view.begin)}: ${span(view.to - view.from)} of ${span(view.end - view.begin)}`;
   redraw();
 }
 
@@ -58,7 +58,7 @@ function span(ns) {
   return `${(ns / 1e9).toFixed(2)} s`;
 }
 
-function clock(ns, step = (view.to - view.from) / 20) {
+function clock(ns, step = (view.to - view.from) / 200) {
   const digits = (unit) => Math.min(Math.max(Math.ceil(Math.log10(unit / step)), 0), 9);
   return ns < 1e9 && step < 1e8 ? `${(ns / 1e6).toFixed(digits(1e6))} ms` : `${(ns / 1e9).toFixed(digits(1e9))} s`;
 }
@@ -66,8 +66,8 @@ function clock(ns, step = (view.to - view.from) / 20) {
 function size(bytes) {
   const units = ["bytes", "kB", "MB", "GB", "TB"];
   let place = 0;
-  while (bytes >= 9999.5 && place < units.length - 1) { bytes /= 1000; place++; }
-  return `${place && bytes < 100 ? bytes.toFixed(1) : Math.round(bytes)} ${units[place]}`;
+  while (bytes >= 999.5 && place < units.length - 1) { bytes /= 1000; place++; }
+  return `${place === 0 || bytes >= 99.95 ? Math.round(bytes) : bytes.toPrecision(3)} ${units[place]}`;
 }
 
 // What is known about a span, as pairs.
