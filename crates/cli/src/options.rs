@@ -166,7 +166,7 @@ pub(crate) struct ReportArgs {
     #[arg(value_name = "TRACE")]
     pub(crate) trace: String,
     /// Write the page to this file; it needs nothing else and loads nothing
-    #[arg(short = 'o', long = "out", value_name = "PATH", required_unless_present = "json")]
+    #[arg(short = 'o', long = "output", value_name = "PATH", required_unless_present = "json")]
     pub(crate) page: Option<String>,
     /// The limit of the wire in GB/s each way, instead of the one in the trace; `forebay probe` measures it
     #[arg(long, value_parser = positive)]

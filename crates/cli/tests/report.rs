@@ -177,6 +177,43 @@ fn passes_of_the_device_are_used_where_they_are_known() {
 }
 
 #[test]
+fn copies_that_were_not_timed_count() {
+    let mut trace = one();
+    // One copy in four has times, and the bytes of the others are with the next.
+    let events = trace["traceEvents"].as_array_mut().unwrap();
+    events.retain(|event| event["cat"] == "pass");
+    for (start, untimed) in [(210.0, 0), (214.0, 150_000_000), (218.0, 150_000_000)] {
+        let args = json!({"bytes": 50_000_000, "untimed_bytes": untimed});
+        span(events, (0, 3), "fetch", "chunk", (start, 1.0), args);
+    }
+    let path = write(&folder("report-untimed"), "run.json", &trace);
+    let rank = found(&format!("report {path} --json"))["ranks"][0].clone();
+    assert_eq!(count(&rank, "spans"), 12);
+    let fetch = &rank["wire"]["fetch"];
+    assert_eq!(count(fetch, "bytes"), 450_000_000);
+    close(fetch, "busy_s", 0.009);
+    close(fetch, "gbps", 50.0);
+    assert_eq!(count(&rank["steps"][1], "fetch_bytes"), 450_000_000);
+}
+
+#[test]
+fn several_optimizers_make_one_step() {
+    let mut trace = one();
+    let events = trace["traceEvents"].as_array_mut().unwrap();
+    for step in events.iter_mut().filter(|event| event["name"] == "step") {
+        step["dur"] = json!(20e3);
+    }
+    for end in [200.0, 300.0, 400.0] {
+        span(events, (0, 1), "pass", "step", (end - 10.0, 10.0), json!({}));
+    }
+    let path = write(&folder("report-two"), "run.json", &trace);
+    let rank = found(&format!("report {path} --json"))["ranks"][0].clone();
+    assert_eq!(rank["steps"].as_array().unwrap().len(), 3);
+    close(&rank["typical"], "step_s", 0.03);
+    close(&rank["typical"], "total_s", 0.1);
+}
+
+#[test]
 fn a_merged_trace_has_figures_of_every_rank() {
     let folder = folder("report-merged");
     let trace = json!({
@@ -275,7 +312,7 @@ fn wrong_options_are_refused_with_a_hint() {
     let folder = folder("report-options");
     let path = write(&folder, "run.json", &one());
     refused_at_once("report", 2, &["TRACE"]);
-    refused_at_once(&format!("report {path}"), 2, &["--out"]);
+    refused_at_once(&format!("report {path}"), 2, &["--output"]);
     refused_at_once(&format!("report {path} --json --wire-gbps 0"), 2, &["--wire-gbps", "positive"]);
     let nowhere = folder.join("absent/page.html").display().to_string();
     refused_at_once(&format!("report {path} -o {nowhere}"), 1, &["cannot write", &nowhere]);

@@ -21,6 +21,8 @@ pub(crate) struct Figures {
     pub(crate) spans: usize,
     /// Spans that found no room in the recorder.
     pub(crate) dropped: u64,
+    /// Whether work is missing because its device has no times.
+    pub(crate) partial: bool,
     /// Whether the times of passes are those of the device; if not, those of the caller's thread.
     pub(crate) device_times: bool,
     pub(crate) steps: Vec<Step>,
@@ -98,7 +100,8 @@ impl Figures {
         Self {
             rank: rank.about.rank,
             seconds: (end - begin) as f64 / 1e9,
-            spans: rank.spans.len(),
+            spans: rank.spans.iter().filter(|span| !span.args.untimed).count(),
+            partial: rank.about.partial,
             dropped: rank.about.dropped,
             device_times,
             typical: typical(&steps),
@@ -160,7 +163,13 @@ fn steps(rank: &Rank, row: u64, sets: &Sets) -> Vec<Step> {
     let mut begin_ns = passes().map(|span| span.start_ns).min().unwrap_or(0);
     let forwards: Vec<i64> = passes().filter(|span| span.name == "forward").map(|span| span.start_ns).collect();
     let mut steps = Vec::<Step>::new();
-    for span in passes().filter(|span| span.name == "step") {
+    let mut all: Vec<&Span> = passes().collect();
+    all.sort_by_key(|span| span.start_ns);
+    for (place, span) in all.iter().enumerate() {
+        // Of several optimizers that step one after the other, the last one ends the step.
+        if span.name != "step" || all.get(place + 1).is_some_and(|next| next.name == "step") {
+            continue;
+        }
         let end_ns = span.end_ns.max(begin_ns);
         let seen = forwards.partition_point(|begin| *begin < begin_ns) as f64;
         let part = |set: &Intervals| set.within(begin_ns, end_ns);

@@ -21,6 +21,8 @@ pub(crate) struct PlannedPass {
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct PlannedLayer {
     pub(crate) layer: usize,
+    /// Its name in the model, where that is known.
+    pub(crate) name: Option<String>,
     /// What is done with it, in a few words.
     pub(crate) choice: String,
     pub(crate) kept_bytes: u64,
@@ -81,6 +83,8 @@ pub(crate) fn planned(part: &Part) -> Option<PlannedPass> {
         let times = plan.measured.layers.get(number).copied().unwrap_or_default();
         PlannedLayer {
             layer: number,
+            // A layer that is called twice has two places in the plan and one name.
+            name: part.layers.get(number).filter(|_| part.layers.len() == plan.layers.len()).cloned(),
             choice: layer.word.clone(),
             kept_bytes: layer.kept_bytes,
             offloaded_bytes: layer.offloaded_bytes,

@@ -52,20 +52,26 @@ fn or_none<T>(value: Option<T>, text: impl Fn(T) -> String) -> String {
     value.map_or_else(|| "-".to_owned(), text)
 }
 
-/// What a reader must know first: spans that are missing.
+/// What a reader must know first: what is missing.
 pub(super) fn notes(report: &Report) -> String {
-    let note = |rank: &Rank| {
-        let (dropped, capacity) = (rank.about.dropped, rank.about.capacity);
-        (dropped > 0).then(|| {
-            let text = format!(
-                "Rank {}: {dropped} spans found no room and are missing here; the recorder had room for {capacity}. Record \
-                 fewer steps, or give it a larger capacity.",
-                rank.about.rank
-            );
-            format!("<p class=\"note\" data-rank=\"{}\">{}</p>", rank.about.rank, escape(&text))
-        })
-    };
-    report.trace.ranks.iter().filter_map(note).collect()
+    let mut text = String::new();
+    for rank in &report.trace.ranks {
+        let about = &rank.about;
+        let mut note = |words: &str| {
+            text += &format!("<p class=\"note\" data-rank=\"{0}\">Rank {0}: {1}</p>", about.rank, escape(words));
+        };
+        if about.dropped > 0 {
+            note(&format!(
+                "{} spans found no room and are missing here; the recorder had room for {}. Record fewer steps, or give it a \
+                 larger capacity.",
+                about.dropped, about.capacity
+            ));
+        }
+        if about.partial {
+            note("some work is missing here, because its device has no times.");
+        }
+    }
+    text
 }
 
 pub(super) fn legend(report: &Report) -> String {
@@ -296,7 +302,7 @@ pub(super) fn plan(report: &Report) -> String {
             let mut table = Table::new("Layer by layer", &titles);
             for layer in &plan.layers {
                 table.row(&[
-                    layer.layer.to_string(),
+                    layer.name.clone().unwrap_or_else(|| layer.layer.to_string()),
                     layer.choice.clone(),
                     size(layer.kept_bytes),
                     size(layer.offloaded_bytes),

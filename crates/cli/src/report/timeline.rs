@@ -42,7 +42,8 @@ struct Lane {
     duration: Vec<i64>,
     /// 0 where it is not known.
     bytes: Vec<u64>,
-    step: Vec<u64>,
+    /// -1 where it is not known.
+    step: Vec<i64>,
     #[serde(skip)]
     last_start: i64,
     #[serde(skip)]
@@ -157,7 +158,7 @@ impl Lane {
         self.start.push(start - self.last_start);
         self.duration.push(span.end_ns - span.start_ns);
         self.bytes.push(span.bytes.unwrap_or(0));
-        self.step.push(span.step.unwrap_or(0));
+        self.step.push(span.step.map_or(-1, |step| step as i64));
         self.last_start = start;
         self.end = self.end.max(span.end_ns);
     }

@@ -1,7 +1,7 @@
 //! A trace file as its recorder writes it, schema 1: read, checked, and sorted by rank. It says what is wrong with a
 //! file that it cannot use.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 use serde::de::{Deserializer, SeqAccess, Visitor};
@@ -10,6 +10,8 @@ use serde_json::{Map, Value};
 
 /// The schema that is read.
 const SCHEMA: u64 = 1;
+/// A row with spans that overlap has more lines, whose numbers are this far apart.
+const LINE: u64 = 100;
 
 /// Everything in a file, by rank.
 #[derive(Debug)]
@@ -38,6 +40,8 @@ pub(crate) struct Span {
     pub(crate) start_ns: i64,
     pub(crate) end_ns: i64,
     pub(crate) bytes: Option<u64>,
+    /// Bytes that moved the same way since the span before and were not timed.
+    pub(crate) untimed_bytes: u64,
     pub(crate) step: Option<u64>,
     pub(crate) args: Args,
 }
@@ -53,9 +57,14 @@ pub(crate) struct Args {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) optimizer: Option<Label>,
     #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) activations: Option<Label>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) layer: Option<Label>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) reason: Option<String>,
+    /// Whether this stands for copies that were not timed: see `untimed`.
+    #[serde(skip_deserializing, skip_serializing_if = "std::ops::Not::not")]
+    pub(crate) untimed: bool,
 }
 
 /// What each span has of its own.
@@ -63,6 +72,7 @@ pub(crate) struct Args {
 #[serde(default)]
 struct Own {
     bytes: Option<u64>,
+    untimed_bytes: u64,
     step: Option<u64>,
 }
 
@@ -93,6 +103,8 @@ pub(crate) struct About {
     pub(crate) seconds: f64,
     pub(crate) capacity: u64,
     pub(crate) dropped: u64,
+    /// Whether work is missing because its device has no times.
+    pub(crate) partial: bool,
     pub(crate) machine: Map<String, Value>,
     pub(crate) wire: Option<Limit>,
     pub(crate) optimizers: Vec<Part>,
@@ -122,6 +134,8 @@ pub(crate) struct Part {
     pub(crate) stats: Map<String, Value>,
     pub(crate) plan: Option<Value>,
     pub(crate) explain: String,
+    /// The names of the layers of an activation offload.
+    pub(crate) layers: Vec<String>,
 }
 
 /// Why a file cannot be used, and what to do.
@@ -179,10 +193,43 @@ fn parse(text: &[u8]) -> Result<Trace, Unusable> {
     }
     for (number, rank) in &mut ranks {
         rank.about.rank = *number;
-        rank.spans.sort_by_key(|span| (span.row, span.start_ns, -span.end_ns));
+        let untimed = untimed(&mut rank.spans);
+        rank.spans.extend(untimed);
+        sort(&mut rank.spans);
         rank.samples.sort_by_key(|sample| sample.at_ns);
     }
     Ok(Trace { ranks: ranks.into_values().collect() })
+}
+
+fn sort(spans: &mut [Span]) {
+    spans.sort_by_key(|span| (span.row, span.start_ns, -span.end_ns));
+}
+
+/// Spans that stand for copies which were not timed. A recorder times one copy in a while and counts the bytes of the
+/// next ones, which follow it at once; so they begin where it ends, and are as fast as the copies that were timed.
+fn untimed(spans: &mut [Span]) -> Vec<Span> {
+    sort(spans);
+    let mut ends = HashMap::<(u64, String), i64>::new();
+    let mut found = Vec::new();
+    for span in spans.iter() {
+        let before = ends.insert((span.row, span.category.clone()), span.end_ns);
+        let (Some(bytes), true) = (span.bytes.filter(|bytes| *bytes > 0), span.untimed_bytes > 0) else { continue };
+        let needed_ns = (span.end_ns - span.start_ns) as f64 * span.untimed_bytes as f64 / bytes as f64;
+        let start_ns = before.unwrap_or_else(|| (span.start_ns - needed_ns as i64).max(0));
+        let room_ns = span.start_ns - start_ns;
+        let length_ns = if room_ns > 0 { room_ns.min(needed_ns as i64) } else { needed_ns as i64 };
+        found.push(Span {
+            row: span.row,
+            name: "not timed".to_owned(),
+            category: span.category.clone(),
+            start_ns,
+            end_ns: start_ns + length_ns,
+            bytes: Some(span.untimed_bytes),
+            args: Args { untimed: true, ..Args::default() },
+            ..Span::default()
+        });
+    }
+    found
 }
 
 fn check_schema(about: &Value) -> Result<(), Unusable> {
@@ -262,7 +309,7 @@ impl Rank {
         let ns = |us: f64| (us * 1e3).round() as i64;
         let args = event.args.unwrap_or_default();
         match event.ph.as_str() {
-            "M" if event.name == "thread_name" => {
+            "M" if event.name == "thread_name" && event.tid < LINE => {
                 if let Some(name) = args["name"].as_str() {
                     self.rows.insert(event.tid, name.to_owned());
                 }
@@ -283,12 +330,13 @@ impl Rank {
                 let own = Own::deserialize(&args).map_err(wrong)?;
                 let args = Args::deserialize(&args).map_err(wrong)?;
                 let span = Span {
-                    row: event.tid,
+                    row: event.tid % LINE,
                     name: event.name,
                     category: event.cat,
                     start_ns: ns(event.ts),
                     end_ns: ns(event.ts + event.dur),
                     bytes: own.bytes,
+                    untimed_bytes: own.untimed_bytes,
                     step: own.step,
                     args,
                 };
@@ -343,6 +391,20 @@ mod tests {
         assert!(with(r#"{"ph": "X", "name": "chunk 1", "ts": 1, "dur": -2}"#).contains("\"chunk 1\" has a duration"));
         assert!(with(r#"{"ph": "X", "name": "chunk 1", "args": {"bytes": "many"}}"#).contains("\"chunk 1\""));
         assert!(with(r#"{"ph": "C", "name": "ring bytes", "args": {"ring": "x"}}"#).contains("ring bytes"));
+    }
+
+    #[test]
+    fn copies_that_were_not_timed_follow_the_one_before() {
+        let text = r#"{"traceEvents": [
+            {"ph": "X", "tid": 3, "cat": "fetch", "name": "a", "ts": 10, "dur": 2, "args": {"bytes": 100, "untimed_bytes": 50}},
+            {"ph": "X", "tid": 3, "cat": "fetch", "name": "b", "ts": 18, "dur": 2, "args": {"bytes": 100, "untimed_bytes": 200}},
+            {"ph": "X", "tid": 103, "cat": "fetch", "name": "c", "ts": 21, "dur": 2, "args": {"bytes": 100, "untimed_bytes": 90}}],
+            "forebay": {"schema": 1}}"#;
+        let trace = parse(text.as_bytes()).unwrap();
+        let stood: Vec<_> = trace.ranks[0].spans.iter().filter(|span| span.args.untimed).collect();
+        let ranges: Vec<_> = stood.iter().map(|span| (span.start_ns, span.end_ns, span.bytes)).collect();
+        assert_eq!(ranges, [(9000, 10000, Some(50)), (12000, 16000, Some(200)), (20000, 21000, Some(90))]);
+        assert!(stood.iter().all(|span| span.row == 3 && span.category == "fetch"));
     }
 
     #[test]

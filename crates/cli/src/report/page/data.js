@@ -8,7 +8,7 @@ const TO_DEVICE = ["fetch", "activation_fetch", "wake"];
 const FROM_DEVICE = ["store", "activation_store", "sleep"];
 
 function colourOf(kind) {
-  const name = kind.category === "pass" ? kind.name : kind.category;
+  const name = kind.category === "pass" ? kind.name.split(" ")[0] : kind.category;
   return COLOURS.includes(name) ? COLOURS.indexOf(name) : COLOURS.indexOf("other");
 }
 

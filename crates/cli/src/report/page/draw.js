@@ -139,8 +139,12 @@ function drawLane(chart, lane, y, tall, row) {
 
 function drawSpan(pen, lane, place, row, from, wide, y, tall) {
   const which = lane.colour[place];
+  const untimed = row.kinds[lane.kind[place]].args.untimed;
   pen.fillStyle = colour.spans[which];
+  pen.globalAlpha = untimed ? 0.35 : 1;
   pen.fillRect(from, y, wide, tall);
+  pen.globalAlpha = 1;
+  if (untimed) return;
   if (COLOURS[which] === "wait") {
     pen.fillStyle = pen.createPattern(hatch, "repeat");
     pen.fillRect(from, y, wide, tall);

@@ -77,8 +77,8 @@ function describe(row, lane, place) {
   if (RANKS.length > 1) known.unshift(["rank", row.rank]);
   if (bytes) known.push(["bytes", `${size(bytes)} (${bytes})`]);
   if (bytes && length) known.push(["rate", `${(bytes / length).toFixed(2)} GB/s`]);
-  if (lane.step[place]) known.push(["step", lane.step[place]]);
-  for (const [name, value] of Object.entries(kind.args)) known.push([name, value]);
+  if (lane.step[place] >= 0) known.push(["step", lane.step[place]]);
+  for (const [name, value] of Object.entries(kind.args)) if (name !== "untimed") known.push([name, value]);
   return { title: kind.name || kind.category, known };
 }
 
