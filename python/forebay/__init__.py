@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from forebay.optim.offload import offload, restore
     from forebay.optim.overlap import OverlappedStep, overlap_step
     from forebay.sleep import Sleeper
+    from forebay.tracing import trace
 
 __all__ = [
     "ActivationOffload",
@@ -56,6 +57,7 @@ __all__ = [
     "probe",
     "restore",
     "save_on_host",
+    "trace",
     "version",
 ]
 
@@ -90,6 +92,10 @@ def __getattr__(name: str) -> Any:
         from forebay.moving import move
 
         return move
+    if name == "trace":
+        from forebay.tracing import trace
+
+        return trace
     if name == "Sleeper":
         from forebay.sleep import Sleeper
 

@@ -202,6 +202,18 @@ class Meter:
         elif is_gpu(self.device):
             torch.accelerator.reset_peak_memory_stats(self.device)
 
+    def given_out(self) -> tuple[int, int]:
+        """Return bytes that torch's allocator has given out, and bytes that it has reserved."""
+        if not is_gpu(self.device):
+            return 0, 0
+        if not is_cuda(self.device):
+            return torch.accelerator.memory_allocated(self.device), torch.accelerator.memory_reserved(self.device)
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        return (
+            int(stats["allocated_bytes"]["all"]["current"]),
+            int(stats["reserved_bytes"]["all"]["current"]),
+        )
+
     @property
     def is_known(self) -> bool:
         """Whether there is anything to read."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from forebay import _trace
 from forebay._device import is_gpu, record_event, wait_event
 from forebay._tensors import address, is_dtensor, local
 from forebay._wrapped import bare
@@ -146,6 +147,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     live = _live_of(optimizer)
     if live is not None and not live.written.is_set():
         start = time.perf_counter()
-        live.written.wait()
+        with _trace.waiting("save", "wait for a save"):
+            live.written.wait()
         _waited[optimizer] = waited = time.perf_counter() - start
         live.stalls, live.stall_s = live.stalls + 1, live.stall_s + waited

@@ -14,7 +14,7 @@ use forebay::error::{Error, Result};
 use forebay::flow::RunStats;
 use forebay::optimizer::{Optimizer, OptimizerOptions, StepFlags};
 use forebay::plan::{PlanOptions, StepPlan};
-use forebay::trace::Trace;
+use forebay::trace::{self, Recording, TraceOptions};
 
 /// The run to make.
 #[derive(Debug, Clone)]
@@ -115,7 +115,7 @@ pub struct StepBench {
     pub cut_exactness: Exactness,
     /// The trace of one more step, if requested.
     #[serde(skip)]
-    pub trace: Option<Trace>,
+    pub trace: Option<Recording>,
 }
 
 impl StepBench {
@@ -248,10 +248,12 @@ pub fn bench_step(device: &SharedDevice, options: &StepBenchOptions, progress: &
         }
     };
     let trace = if options.trace {
-        streamed.set_trace(3 * plan.chunks().len());
-        streamed.step(workload.input(), &groups, Some(&compute), StepFlags::default())?;
-        streamed.synchronize()?;
-        Some(streamed.trace())
+        let recorder = trace::start(TraceOptions { capacity: 8 * plan.chunks().len() + 1024 })?;
+        let step = streamed.step(workload.input(), &groups, Some(&compute), StepFlags::default());
+        let ended = step.and_then(|()| streamed.synchronize());
+        let recording = recorder.stop();
+        ended?;
+        Some(recording)
     } else {
         None
     };

@@ -12,12 +12,12 @@ use serde_json::{Map, Value};
 use crate::output::{Json, check_writable, emit};
 use crate::progress::watch;
 use crate::tables::{count, size};
-use crate::{FAILURE, Failure, SUCCESS, report_result};
+use crate::{FAILURE, Failure, SUCCESS, report};
 
 pub(crate) fn inspect(path: &Path, json: &Json) -> Result<u8, Failure> {
     let summary = summarise(&Checkpoint::open(path)?)?;
     json.path().map_or(Ok(()), check_writable)?;
-    report_result(json, &summary, || table(&summary))?;
+    report(json, &summary, || table(&summary))?;
     Ok(SUCCESS)
 }
 
@@ -42,7 +42,7 @@ pub(crate) fn verify(path: &Path, json: &Json) -> Result<u8, Failure> {
         }
     };
     let verdict = Verdict { path: folder, is_whole: problems.is_empty(), checked_bytes, problems };
-    report_result(json, &verdict, || {
+    report(json, &verdict, || {
         if verdict.is_whole {
             return format!("{}: whole, {} checked\n", verdict.path, size(checked_bytes));
         }

@@ -10,6 +10,7 @@ mod plan;
 mod progress;
 mod report;
 mod tables;
+mod trace;
 
 use std::ffi::OsString;
 
@@ -18,7 +19,7 @@ use forebay::Error;
 use forebay_bench::{Model, StepBenchOptions, bench_cpu_adam, bench_step, open_device, probe};
 use serde::Serialize;
 
-use options::{Bench, Cli, Command, CpuAdamArgs, DeviceChoice, Plan, RingArgs, StepArgs};
+use options::{Bench, Cli, Command, CpuAdamArgs, DeviceChoice, Plan, RingArgs, StepArgs, Trace};
 use output::{Json, check_writable, emit, fail};
 use progress::Bar;
 
@@ -40,8 +41,9 @@ pub fn run<A: Into<OsString> + Clone>(arguments: impl IntoIterator<Item = A>, bu
         Command::Inspect { path, output } => checkpoint::inspect(&path, &output.json),
         Command::Verify { path, output } => checkpoint::verify(&path, &output.json),
         Command::Convert { from, to, weights } => checkpoint::convert(&from, &to, weights),
-        Command::Report(args) => report::report(&args),
+        Command::Report(args) => report::make(&args),
         Command::Plan { plan: Plan::Step(args) } => plan::step(&args),
+        Command::Trace { trace: Trace::Merge { traces, output } } => trace::merge(&traces, &output),
         Command::Bench { bench: Bench::Step(args) } => run_bench_step(&args),
         Command::Bench { bench: Bench::CpuAdam(args) } => run_bench_cpu_adam(&args),
     };
@@ -81,7 +83,7 @@ fn run_probe(choice: &DeviceChoice, json: &Json) -> Result<u8, Failure> {
     let mut bar = Bar::new();
     let result = probe(&device, &mut bar)?;
     drop(bar);
-    report_result(json, &result, || tables::probe(&result))?;
+    report(json, &result, || tables::probe(&result))?;
     Ok(SUCCESS)
 }
 
@@ -104,9 +106,9 @@ fn run_bench_step(args: &StepArgs) -> Result<u8, Failure> {
     let mut bar = Bar::new();
     let result = bench_step(&device, &options, &mut bar)?;
     drop(bar);
-    report_result(json, &result, || tables::step(&result))?;
-    if let (Some(path), Some(trace)) = (&args.trace, &result.trace) {
-        write(path, &trace.chrome_events())?;
+    report(json, &result, || tables::step(&result))?;
+    if let (Some(path), Some(recording)) = (&args.trace, &result.trace) {
+        trace::write(path, recording)?;
         if !json.to_stdout() {
             emit(&format!("wrote {path}: open it in Perfetto or chrome://tracing\n"))?;
         }
@@ -122,12 +124,12 @@ fn run_bench_cpu_adam(args: &CpuAdamArgs) -> Result<u8, Failure> {
     let mut bar = Bar::new();
     let result = bench_cpu_adam(&device, &args.options(), &mut bar)?;
     drop(bar);
-    report_result(json, &result, || tables::cpu_adam(&result))?;
+    report(json, &result, || tables::cpu_adam(&result))?;
     Ok(SUCCESS)
 }
 
 /// Prints the table, the JSON, or the table with the JSON in a file.
-fn report_result<T: Serialize>(json: &Json, result: &T, table: impl FnOnce() -> String) -> Result<(), Failure> {
+fn report<T: Serialize>(json: &Json, result: &T, table: impl FnOnce() -> String) -> Result<(), Failure> {
     match json {
         Json::Off => emit(&table()),
         Json::Stdout => emit(&format!("{}\n", pretty(result))),

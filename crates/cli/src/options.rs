@@ -57,6 +57,11 @@ pub(crate) enum Command {
         #[command(subcommand)]
         plan: Plan,
     },
+    /// Work with files of forebay.trace
+    Trace {
+        #[command(subcommand)]
+        trace: Trace,
+    },
     /// Measure what forebay does on this machine
     Bench {
         #[command(subcommand)]
@@ -68,6 +73,19 @@ pub(crate) enum Command {
 pub(crate) enum Plan {
     /// Print the plan of a streamed step over a model's shapes; needs no device
     Step(PlanStepArgs),
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Trace {
+    /// Put the traces of several ranks into one file, on one clock
+    Merge {
+        /// The files, one for each rank
+        #[arg(required = true)]
+        traces: Vec<PathBuf>,
+        /// The file to write
+        #[arg(short, long)]
+        output: PathBuf,
+    },
 }
 
 #[derive(Debug, Subcommand)]
@@ -153,7 +171,7 @@ pub(crate) struct StepArgs {
     /// Steps to time, after one to warm up
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) steps: u64,
-    /// Write a Chrome trace of one more step to this file
+    /// Write a trace of one more step to this file, for Perfetto or chrome://tracing
     #[arg(long, value_name = "PATH")]
     pub(crate) trace: Option<String>,
     #[command(flatten)]

@@ -10,7 +10,7 @@ use serde::Serialize;
 use crate::options::{PlanStepArgs, RingArgs};
 use crate::output::check_writable;
 use crate::tables::{rows, size};
-use crate::{Failure, SUCCESS, report_result};
+use crate::{Failure, SUCCESS, report};
 
 /// The update rules that can be planned; the first one is the default.
 pub(crate) fn rule_names() -> Vec<&'static str> {
@@ -80,7 +80,7 @@ pub(crate) fn step(args: &PlanStepArgs) -> Result<u8, Failure> {
     let json = &args.output.json;
     json.path().map_or(Ok(()), check_writable)?;
     let planned = plan(args)?;
-    report_result(json, &planned, || text(&planned))?;
+    report(json, &planned, || text(&planned))?;
     Ok(SUCCESS)
 }
 

@@ -2,7 +2,6 @@
 
 mod common;
 
-use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
 
 use common::trial::{Outcome, Rig, Scenario, Tensor, group_tensors, mixed_tensors};
@@ -14,7 +13,7 @@ use forebay::device::{self, Dtype, Region};
 use forebay::flow::Pipeline;
 use forebay::memory::Allocator;
 use forebay::optimizer::{Binding, Placement};
-use forebay::trace::{Span, Stage};
+use forebay::trace::{self, TraceOptions};
 
 forebay_device::on_devices! {
     every:
@@ -33,9 +32,6 @@ forebay_device::on_devices! {
         steps_allocate_nothing,
         statistics_count_payload,
         statistics_are_those_of_the_last_step,
-        the_trace_has_a_span_for_each_stage_of_each_chunk,
-        a_full_trace_counts_what_it_drops,
-        a_trace_may_be_asked_for_while_stores_are_under_way,
         parts_of_a_slot_start_aligned,
         settle_waits_for_one_tensor_only,
         another_number_of_tensors_is_refused,
@@ -215,7 +211,7 @@ fn a_shard_with_no_elements_at_all_steps(on: &Subject) {
 
 fn steps_allocate_nothing(on: &Subject) {
     let rig = Rig::new(on, Scenario::new(mixed_tensors(), 3, 4096), 8);
-    rig.optimizer.set_trace(10_000);
+    let recorder = trace::start(TraceOptions { capacity: 10_000 }).unwrap();
     rig.step(0).unwrap();
     let before = on.taken();
     for step in 1..8 {
@@ -225,6 +221,7 @@ fn steps_allocate_nothing(on: &Subject) {
     rig.optimizer.synchronize().unwrap();
     rig.optimizer.settle(0, 0).unwrap();
     assert_eq!(on.taken(), before);
+    recorder.stop();
 }
 
 fn statistics_count_payload(on: &Subject) {
@@ -269,118 +266,6 @@ fn statistics_are_those_of_the_last_step(on: &Subject) {
         let stats = rig.stats().streamed;
         under_sanitizer(on.kind) || stats.stalls > 0 && stats.stall_ns > 10_000_000
     });
-}
-
-/// Half a microsecond is the resolution of a GPU's events, and their difference is a 32-bit float.
-fn slack_ns(on: &Subject) -> u64 {
-    if on.kind.is_cuda() { 5000 } else { 0 }
-}
-
-fn the_trace_has_a_span_for_each_stage_of_each_chunk(on: &Subject) {
-    let missing = |step, tensor| step == 2 && tensor == 7;
-    let scenario = Scenario { missing, ..Scenario::new(mixed_tensors(), 3, 4096) };
-    let rig = Rig::new(on, scenario, 4);
-    assert!(rig.optimizer.trace().spans().is_empty());
-    rig.step(0).unwrap();
-    rig.optimizer.synchronize().unwrap();
-    assert!(rig.optimizer.trace().spans().is_empty(), "a trace is kept where one is asked for");
-    rig.optimizer.set_trace(3 * rig.plan().chunks().len());
-    for step in 1..4 {
-        rig.step(step).unwrap();
-        let stats = rig.stats().streamed;
-        let trace = rig.optimizer.trace();
-        let (chunks, bytes) = rig.expected_stats(step);
-        assert_eq!((trace.spans().len() as u64, trace.dropped()), (3 * chunks, 0));
-        let distinct: HashSet<(Stage, u32)> = trace.spans().iter().map(|span| (span.stage, span.chunk)).collect();
-        assert_eq!(distinct.len() as u64, 3 * chunks, "each stage of each chunk once");
-        assert_spans_are_ordered(trace.spans(), slack_ns(on));
-        let of = |stage: Stage| trace.spans().iter().filter(move |span| span.stage == stage);
-        for (stage, ns) in
-            [(Stage::Fetch, stats.fetch_ns), (Stage::Update, stats.update_ns), (Stage::Store, stats.store_ns)]
-        {
-            assert_eq!(of(stage).map(|span| span.end_ns - span.start_ns).sum::<u64>(), ns, "{stage:?}");
-            assert_eq!(of(stage).map(|span| span.bytes).sum::<u64>(), bytes, "{stage:?}");
-        }
-        assert_eq!(rig.optimizer.trace().spans(), trace.spans(), "asking again adds nothing");
-    }
-    rig.assert_exact(4);
-
-    let trace = rig.optimizer.trace();
-    let json = serde_json::to_value(trace.chrome_events()).unwrap();
-    let events = json.as_array().unwrap();
-    assert_eq!(events.len(), trace.spans().len());
-    for (event, span) in events.iter().zip(trace.spans()) {
-        let stage = serde_json::to_value(span.stage).unwrap();
-        assert_eq!((&event["ph"], &event["tid"], &event["cat"]), (&"X".into(), &stage, &stage));
-        assert_eq!((&event["args"]["slot"], &event["args"]["bytes"]), (&span.slot.into(), &span.bytes.into()));
-        assert_eq!(event["name"], format!("chunk {}", span.chunk));
-        assert_eq!(event["ts"].as_f64().unwrap(), span.start_ns as f64 / 1e3);
-        assert_eq!(event["dur"].as_f64().unwrap(), (span.end_ns - span.start_ns) as f64 / 1e3);
-    }
-    assert_eq!(serde_json::to_value(Stage::ALL).unwrap(), serde_json::json!(["fetch", "update", "store"]));
-}
-
-/// A chunk passes its stages one after the other, each stream does one thing at a time, and a slot holds one chunk.
-fn assert_spans_are_ordered(spans: &[Span], slack_ns: u64) {
-    let mut chunks: HashMap<u32, Vec<Span>> = HashMap::new();
-    let mut stages: HashMap<Stage, Vec<Span>> = HashMap::new();
-    let mut slots: HashMap<u32, Vec<Span>> = HashMap::new();
-    for &span in spans {
-        assert!(span.start_ns <= span.end_ns);
-        chunks.entry(span.chunk).or_default().push(span);
-        stages.entry(span.stage).or_default().push(span);
-        slots.entry(span.slot).or_default().push(span);
-    }
-    for spans in chunks.values_mut() {
-        spans.sort_by_key(|span| Stage::ALL.iter().position(|&stage| stage == span.stage));
-        assert!(spans.windows(2).all(|pair| pair[0].slot == pair[1].slot), "{spans:?}");
-    }
-    for spans in stages.values_mut() {
-        spans.sort_by_key(|span| span.chunk);
-    }
-    for spans in slots.values_mut() {
-        spans.sort_by_key(|span| (span.chunk, Stage::ALL.iter().position(|&stage| stage == span.stage)));
-    }
-    for spans in chunks.values().chain(stages.values()).chain(slots.values()) {
-        for pair in spans.windows(2) {
-            assert!(pair[0].end_ns <= pair[1].start_ns + slack_ns, "{:?} overlaps {:?}", pair[0], pair[1]);
-            assert!(pair[0].end_ns <= pair[1].end_ns + slack_ns, "{:?} ends after {:?}", pair[0], pair[1]);
-        }
-    }
-}
-
-fn a_full_trace_counts_what_it_drops(on: &Subject) {
-    let rig = Rig::new(on, Scenario::new(vec![Tensor::f32(3000)], 2, 2048), 3);
-    let chunks = rig.plan().chunks().len() as u64;
-    rig.optimizer.set_trace(5);
-    for step in 0..2 {
-        rig.step(step).unwrap();
-        let stats = rig.stats().streamed;
-        let trace = rig.optimizer.trace();
-        assert_eq!((trace.spans().len(), trace.dropped()), (5, 3 * chunks - 5), "step {step}");
-        assert_eq!(stats.chunks, chunks);
-    }
-    rig.optimizer.set_trace(0);
-    rig.step(2).unwrap();
-    rig.optimizer.synchronize().unwrap();
-    assert_eq!((rig.optimizer.trace().spans().len(), rig.optimizer.trace().dropped()), (0, 0));
-    rig.assert_exact(3);
-}
-
-/// Stores of an untraced step have no times; the next step's trace is complete all the same.
-fn a_trace_may_be_asked_for_while_stores_are_under_way(on: &Subject) {
-    let rig = Rig::new(on, Scenario::new(vec![Tensor::f32(3000)], 4, 2048), 4);
-    let chunks = rig.plan().chunks().len();
-    for (step, spans) in [(0, 3 * chunks), (1, 0), (2, 3 * chunks)] {
-        rig.step(step).unwrap();
-        rig.optimizer.set_trace(spans);
-    }
-    rig.step(3).unwrap();
-    rig.assert_stats(rig.stats().streamed, 3);
-    let trace = rig.optimizer.trace();
-    assert_eq!((trace.spans().len(), trace.dropped()), (3 * chunks, 0));
-    assert_spans_are_ordered(trace.spans(), slack_ns(on));
-    rig.assert_exact(4);
 }
 
 /// The last chunk of a bucket may hold any number of elements; each column starts aligned in the slot all the same, or

@@ -133,6 +133,11 @@ impl Activations {
         })
     }
 
+    /// The number under which it reports to a trace.
+    fn trace_owner(&self) -> u32 {
+        self.offload.trace_owner()
+    }
+
     /// Pin this many bytes ahead of use.
     fn reserve(&self, py: Python<'_>, bytes: u64) -> PyResult<()> {
         guard::run(py, || self.offload.reserve(bytes))

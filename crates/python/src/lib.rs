@@ -24,6 +24,7 @@ mod sleep;
 mod testing;
 #[expect(unsafe_code, reason = "torch's memory and streams come as numbers")]
 mod torch;
+mod trace;
 
 /// The compiled part of forebay.
 #[pyo3::pymodule]
@@ -58,6 +59,8 @@ mod _core {
     use crate::testing::{_errors_for_test, _gil_is_released_for_test, _memory_for_test, _panic_for_test};
     #[pymodule_export]
     use crate::torch::HostView;
+    #[pymodule_export]
+    use crate::trace::{Trace, TracedWork};
 
     /// Bytes of a checkpoint's file that one checksum covers.
     #[pymodule_export]

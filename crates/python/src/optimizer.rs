@@ -30,6 +30,11 @@ impl Optimizer {
         })
     }
 
+    /// The number under which it reports to a trace.
+    fn trace_owner(&self) -> u32 {
+        self.inner.trace_owner()
+    }
+
     /// Bytes of the ring to allocate for `open_ring`; 0 where nothing streams.
     fn ring_bytes(&self) -> u64 {
         self.inner.ring_bytes()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
-from typing import TYPE_CHECKING, Any, Self
+import weakref
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from forebay import _checks, _device
+from forebay import _checks, _device, _trace
 from forebay.activations import saved as _saved
 from forebay.activations.budget.controller import Budget
 from forebay.activations.budget.layer import PlannedLayer
@@ -20,7 +23,7 @@ from forebay.activations.switch import Switch
 from forebay.errors import OptionError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from types import TracebackType
 
 __all__ = ["ActivationOffload", "offload_activations", "save_on_host"]
@@ -55,6 +58,10 @@ def _budget(value: Any) -> tuple[int | None, float | None]:
 class ActivationOffload:
     """What :func:`offload_activations` returns: it shows figures and plans, and removes the offload."""
 
+    alive: ClassVar[weakref.WeakSet[ActivationOffload]] = weakref.WeakSet()
+    """Every offload of this process, until it is removed and forgotten."""
+    _numbers: ClassVar[Iterator[int]] = itertools.count()
+
     def __init__(
         self,
         saver: Saver,
@@ -63,6 +70,12 @@ class ActivationOffload:
         budget: Budget | None = None,
         idle: str | None = None,
     ) -> None:
+        # What a trace says about it; set by who makes it.
+        self.number = next(self._numbers)
+        self.model_name, self.settings = "model", dict[str, Any]()
+        self._layer_names: dict[int, str] = {}
+        self._is_removed = False
+        ActivationOffload.alive.add(self)
         self._saver, self._layers, self._undo, self._budget = saver, layers, undo, budget
         # Why nothing is offloaded or recomputed; None if something is.
         self._idle = idle
@@ -140,6 +153,32 @@ class ActivationOffload:
             }
         ]
 
+    def __del__(self) -> None:
+        # A trace says what became of it.
+        with suppress(Exception):
+            _trace.leaves(self)
+
+    def describe(self, model: torch.nn.Module, settings: dict[str, Any]) -> Self:
+        """Keep what a trace says about it, and return it."""
+        names = {id(module): name for name, module in model.named_modules()}
+        self._layer_names = {id(layer.module): names.get(id(layer.module), "") for layer in self._layers}
+        self.model_name, self.settings = type(model).__name__, settings
+        return self
+
+    def layer_names(self) -> list[str]:
+        """Return the names of the layers, in the order of the numbers that the engine has for them."""
+        layers = self._layers if self._budget is None else self._budget.called()
+        return [self._layer_names.get(id(layer.module)) or f"layer {at}" for at, layer in enumerate(layers)]
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether ``remove`` was called."""
+        return self._is_removed
+
+    def trace_owners(self) -> list[int]:
+        """Return the numbers under which its engines report to a trace."""
+        return [engine.core.trace_owner() for engine in self._saver.engines.values()]
+
     def plan(self) -> dict[str, Any] | None:
         """Return the plan in force as plain data; None without a budget, or before the first plan."""
         figures = self._budget.figures() if self._budget is not None else None
@@ -174,6 +213,8 @@ class ActivationOffload:
 
     def remove(self) -> None:
         """Remove the hooks. Graphs that exist still work; pinned memory is freed with the last of them."""
+        _trace.leaves(self)
+        self._is_removed = True
         for undo in self._undo:
             undo()
         for layer in self._layers:
@@ -247,6 +288,17 @@ def offload_activations(
     if not isinstance(model, torch.nn.Module):
         raise OptionError(f"invalid model: {type(model).__name__}; give a torch.nn.Module")
     share = _checks.share("fraction", fraction, auto=True)
+    settings = {
+        "budget_bytes": budget_bytes,
+        "layers": layers if isinstance(layers, str) else None,
+        "min_bytes": min_bytes,
+        "fraction": fraction,
+        "keep_last": keep_last,
+        "recompute": recompute,
+        "max_in_flight_bytes": max_in_flight_bytes,
+        "pinned_budget_bytes": pinned_budget_bytes,
+        "backend": backend,
+    }
     least = _checks.whole("min_bytes", min_bytes, 0)
     last = _checks.whole("keep_last", keep_last, 0)
     if not isinstance(recompute, bool) and recompute != "auto":
@@ -287,9 +339,10 @@ def offload_activations(
     driven = {} if backend is None else {"backend": backend}
     saver = Saver(None, least, lambda where: _saved.open_engine(where, share, in_flight, budget, **driven))
     if budget_bytes is not None:
-        return _planned(model, found, saver, *limits, may_recompute=may_recompute, pinned_budget_bytes=budget)
+        planned = _planned(model, found, saver, *limits, may_recompute=may_recompute, pinned_budget_bytes=budget)
+        return planned.describe(model, settings)
     if share == 0.0 and not recompute:
-        return ActivationOffload(saver, [], [], idle="no budget; 0% of the bytes leave")
+        return ActivationOffload(saver, [], [], idle="no budget; 0% of the bytes leave").describe(model, settings)
     wrapped = [
         Layer(saver, number, module, keep=number >= len(found) - last, recompute=recompute)
         for number, module in enumerate(found)
@@ -299,7 +352,7 @@ def offload_activations(
     switch.install()
     for layer in wrapped:
         layer.install()
-    return ActivationOffload(saver, wrapped, [switch.remove, hook.remove])
+    return ActivationOffload(saver, wrapped, [switch.remove, hook.remove]).describe(model, settings)
 
 
 def _planned(

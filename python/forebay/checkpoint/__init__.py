@@ -19,7 +19,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from forebay import _core
+from forebay import _core, _trace
 from forebay._checks import one_of, positive, whole
 from forebay._log import logger
 from forebay._tensors import local
@@ -104,6 +104,8 @@ def save(
         on_all_ranks(begin, process_group)
         assert writer is not None
         write_state(state, writer, process_group)
+    if _trace.current is not None:
+        _trace.current.saved("save", begun, writer.written_bytes)
     logger.info("saved %s in %.2f s", writer.path, time.perf_counter() - begun)
 
 
@@ -184,7 +186,8 @@ def async_save(
                 snapshot.finish()
             raise
         handle.current[:] = [saving]
-    snapshot.wait_for_loose()
+    with _trace.waiting("save", "wait for tensors that fit no budget"):
+        snapshot.wait_for_loose()
     return saving
 
 

@@ -15,6 +15,7 @@ import traceback
 import weakref
 from typing import TYPE_CHECKING
 
+from forebay import _trace
 from forebay._log import logger
 from forebay.errors import CheckpointError
 
@@ -73,6 +74,9 @@ class Handle:
                 self._stats = snapshot.stats()
                 self._end = time.perf_counter()
                 if self._error is None:
+                    if _trace.current is not None:
+                        written = int(self.progress()["written_bytes"])
+                        _trace.current.saved("async save", self._start, written)
                     logger.info("saved %s in %.2f s, beside training", path, self.seconds())
                 else:
                     logger.error("not saved: %s: %s", path, self._error)
@@ -99,7 +103,9 @@ class Handle:
         timeout
             The most seconds to wait; after that a ``TimeoutError`` is raised.
         """
-        if not self._done.wait(timeout):
+        with _trace.waiting("save", "wait for the end of a save"):
+            is_done = self._done.wait(timeout)
+        if not is_done:
             raise TimeoutError(f"the save has not ended after {timeout} s: {self.progress()}")
         self._thread.join()
         self.raise_failure()
@@ -151,7 +157,8 @@ def take_turn(turn: ExitStack, path: Path, *, refuse: bool = False) -> None:
             raise CheckpointError(
                 f"an earlier save is running: {handle.progress()}; wait for its result(), or use when_busy='wait'"
             )
-        handle._done.wait()
+        with _trace.waiting("save", "wait for the save before"):
+            handle._done.wait()
         current.clear()
         failed.append(handle)
     failed[:] = [handle for handle in failed if handle.has_unobserved_failure()]

@@ -88,6 +88,8 @@ class Writer(StorageWriter):
         self.moved: _core.Moved | None = None
         # Each raises if there is a reason not to save.
         self.checks: list[Callable[[], None]] = []
+        # Bytes of tensors that this rank has written.
+        self.written_bytes = 0
         self._saving: _core.Saving | None = None
 
     def reset(self, checkpoint_id: StrPath | None = None) -> None:
@@ -196,6 +198,7 @@ class Writer(StorageWriter):
             written = _core.write_checkpoint(
                 place.folder, place.prefix, entries, device, stream, self.threads, moved, manner
             )
+        self.written_bytes += sum(data.nbytes for data in held)
         return _where(items, entries, written)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

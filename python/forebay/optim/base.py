@@ -11,13 +11,14 @@ import os
 import time
 import warnings
 import weakref
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch._compile import _disable_dynamo
 
-from forebay import _core
+from forebay import _core, _trace
 from forebay._checks import positive
 from forebay._device import CPU, check_not_captured, device_of, engine_name, is_gpu, stream_handle
 from forebay._live import wait_for_live, waited_s
@@ -143,6 +144,11 @@ class Optimizer(torch.optim.Optimizer):
         # The base class, not torch's optimizer of the same name: ``check_settings`` has done what that one does.
         torch.optim.Optimizer.__init__(self, params, defaults)
         self._choose_device()
+
+    def __del__(self) -> None:
+        # A trace says what became of it.
+        with suppress(Exception):
+            _trace.leaves(self)
 
     def numbers(self, group: dict[str, Any]) -> list[float]:
         """Return a group's numbers, in the order of the rule's ``hypers``: the settings of the same names.
@@ -744,6 +750,7 @@ class Optimizer(torch.optim.Optimizer):
                 # An optimizer that was never used has nothing to free. A new engine records that it is closed.
                 self._engine, self._process = self._options.open(engine_name(CPU), self._rule.name), os.getpid()
             self._landed.forget(self._engine)
+            _trace.leaves(self)
             if self._overlap is not None:
                 self._overlap.close()
             self._engine.close()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+import weakref
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from forebay import _core
+from forebay import _core, _trace
 from forebay._device import capturing, device_of, empty_cache, engine_name
 from forebay._live import wait_for_live
 from forebay.errors import AsleepError, Error, OptionError
@@ -54,6 +56,10 @@ class Sleeper:
         Start pinning memory for the present tensors at once, in the background.
     """
 
+    alive: ClassVar[weakref.WeakSet[Sleeper]] = weakref.WeakSet()
+    """Every sleeper of this process."""
+    _numbers_given: ClassVar[Iterator[int]] = itertools.count()
+
     def __init__(
         self,
         model: Any = None,
@@ -89,8 +95,15 @@ class Sleeper:
         for device in {parameter.get_device() for parameter in self._walk().parameters()}:
             if device >= 0:
                 self._slabs_of(device)
+        self.number = next(self._numbers_given)
+        Sleeper.alive.add(self)
         if prepare:
             self.prepare()
+
+    def __del__(self) -> None:
+        # A trace says what became of it.
+        with suppress(Exception):
+            _trace.leaves(self)
 
     def __getstate__(self) -> dict[str, Any]:
         raise Error("a sleeper cannot be pickled or copied: it holds pinned memory")
@@ -419,6 +432,15 @@ class Sleeper:
         which and why. ``kinds`` has the same for each kind.
         """
         self._finish_wake()
+        return self.figures()
+
+    @property
+    def trace_name(self) -> str:
+        """What a trace calls it: the classes of what it puts to sleep."""
+        return " and ".join(type(one).__name__ for one in (*self._models.values(), *self._optimizers.values()))
+
+    def figures(self) -> dict[str, Any]:
+        """Return the same as ``stats`` without waiting."""
         found = self._figures.report(self._asleep.sizes())
         found["pinned_bytes"] = sum(slabs.pinned_bytes() for slabs in self._slabs.values())
         return found

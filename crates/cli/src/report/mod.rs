@@ -48,7 +48,7 @@ struct Json<'a> {
     ranks: &'a [Computed],
 }
 
-pub(crate) fn report(args: &ReportArgs) -> Result<u8, Failure> {
+pub(crate) fn make(args: &ReportArgs) -> Result<u8, Failure> {
     let json = &args.output.json;
     args.page.as_deref().into_iter().chain(json.path()).try_for_each(check_writable)?;
     let trace = trace::read(Path::new(&args.trace)).map_err(|unusable| Failure::Unusable {
@@ -62,7 +62,7 @@ pub(crate) fn report(args: &ReportArgs) -> Result<u8, Failure> {
         std::fs::write(path, page::page(&report, &name))
             .map_err(|error| Failure::Write { path: path.clone(), error })?;
     }
-    crate::report_result(json, &Json { version: forebay::VERSION, ranks: &report.computed }, || report.text(&name))?;
+    crate::report(json, &Json { version: forebay::VERSION, ranks: &report.computed }, || report.text(&name))?;
     if let Some(path) = args.page.as_deref().filter(|_| !json.to_stdout()) {
         emit(&format!("wrote {path}: open it in a browser\n"))?;
     }

@@ -12,6 +12,7 @@ use serde::Serialize;
 
 use crate::error::Result;
 use crate::flow::{Mark, Marks};
+use crate::trace::{self, Kind, Label, Reason, Span};
 
 /// Passes whose times have not been read; more are forgotten, oldest first.
 const PASSES: usize = 8;
@@ -81,6 +82,9 @@ pub(crate) struct PassTimes {
 
 #[derive(Debug)]
 pub(crate) struct Clock {
+    device: SharedDevice,
+    /// What the offload is called in a trace.
+    owner: u32,
     marks: Arc<Marks>,
     passes: VecDeque<WatchedPass>,
     stalls: Vec<Stall>,
@@ -88,8 +92,15 @@ pub(crate) struct Clock {
 }
 
 impl Clock {
-    pub(crate) fn new(device: SharedDevice) -> Self {
-        Self { marks: Marks::timed(device), passes: VecDeque::new(), stalls: Vec::new(), table: BTreeMap::new() }
+    pub(crate) fn new(device: SharedDevice, owner: u32) -> Self {
+        Self {
+            marks: Marks::timed(device.clone()),
+            device,
+            owner,
+            passes: VecDeque::new(),
+            stalls: Vec::new(),
+            table: BTreeMap::new(),
+        }
     }
 
     pub(crate) fn mark(&self, stream: &forebay_device::Stream) -> Result<Arc<Mark>> {
@@ -172,6 +183,7 @@ impl Clock {
             if ns < STALL_NS {
                 continue;
             }
+            self.show(&stall);
             if let Some(pass) = self.passes.iter_mut().find(|pass| pass.number == stall.pass) {
                 pass.stall_ns[stall.half as usize] += ns;
             }
@@ -180,6 +192,17 @@ impl Clock {
             sums.stall_ns += ns;
         }
         Ok(())
+    }
+
+    fn show(&self, stall: &Stall) {
+        let Some(recorder) = trace::current() else { return };
+        let Some(clock) = recorder.clock(&self.device) else { return };
+        if let Some((start_ns, end_ns)) = clock.span_ns(stall.begin.event(), stall.end.event()) {
+            let words = if stall.half == Half::Forward { "wait for a store" } else { "wait for a fetch" };
+            let (layer, reason) = (Some(stall.layer), Some(Reason::Activation));
+            let span = Span::new(Kind::Wait, Label::Words(words));
+            recorder.push(Span { start_ns, end_ns, owner: self.owner, layer, reason, ..span });
+        }
     }
 
     /// The oldest pass that ran forward and backward to its end, once its times can be read.
@@ -310,7 +333,7 @@ mod tests {
     fn a_pass_in_another_order_is_read_when_its_last_event_is_reached() {
         let device = forebay_device::open("cpu").unwrap();
         let stream = device.stream("compute").unwrap();
-        let mut clock = Clock::new(device.clone());
+        let mut clock = Clock::new(device.clone(), 0);
         clock.begin(0);
         for layer in [3, 0] {
             let (enter, leave) = (clock.mark(&stream).unwrap(), clock.mark(&stream).unwrap());

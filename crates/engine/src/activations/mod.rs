@@ -37,9 +37,10 @@ use clock::{Balance, Clock, Half};
 pub use tape::{EntryId, Key, Location, Opened, Route, SaveId, Saved, Tape};
 
 use crate::error::{Error, Result};
-use crate::flow::{Cancelled, CopyJob, InFlight, Lane, Mark, Marks, QueuedCopy};
+use crate::flow::{Cancelled, CopyJob, InFlight, Lane, Mark, Marks, QueuedCopy, Shown};
 use crate::memory::Allocator;
 use crate::sync::{Mutex, MutexGuard, lock};
+use crate::trace::{self, Kind};
 
 /// What to offload, and how much of it at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -168,6 +169,8 @@ pub struct Offload {
     fetch: Lane,
     state: Mutex<OffloadState>,
     pid: u32,
+    /// What it is called in a trace.
+    owner: u32,
 }
 
 impl Offload {
@@ -176,12 +179,12 @@ impl Offload {
         options.check()?;
         let device = allocator.device().clone();
         let marks = Marks::new(device.clone());
-        let balance = options.fraction.is_none().then(Balance::new);
+        let (owner, balance) = (trace::owner(), options.fraction.is_none().then(Balance::new));
         let state = OffloadState {
             tape: Tape::new(options.max_in_flight_bytes, options.fraction.unwrap_or(1.0)),
             blocks: Blocks::new(allocator),
             offloaded: HashMap::new(),
-            clock: Clock::new(device.clone()),
+            clock: Clock::new(device.clone(), owner),
             balance,
             layer: 0,
             entered: false,
@@ -193,7 +196,13 @@ impl Offload {
             marks,
             state: Mutex::new(state),
             pid: std::process::id(),
+            owner,
         })
+    }
+
+    /// The number under which it reports to a trace.
+    pub fn trace_owner(&self) -> u32 {
+        self.owner
     }
 
     /// The device it serves.
@@ -340,7 +349,8 @@ impl Offload {
             let ready = self.marks.take()?;
             ready.record(&compute.stream)?;
             let after = [Some(ready), last_use.clone()].into_iter().flatten().collect();
-            Ok(CopyJob { from: source()?, to: block.region.clone(), after, end: self.marks.take()? })
+            let shown = Shown { kind: Kind::ActivationStore, owner: self.owner, layer: state.layer };
+            Ok(CopyJob { from: source()?, to: block.region.clone(), after, end: self.marks.take()?, shown })
         })();
         let job = match job {
             Ok(job) => job,
@@ -397,7 +407,8 @@ impl Offload {
         let ready = self.marks.take()?;
         ready.record(&compute.stream)?;
         let after = vec![ready, found.store.end().clone()];
-        let job = CopyJob { from: found.block.region.clone(), to: into, after, end: self.marks.take()? };
+        let shown = Shown { kind: Kind::ActivationFetch, owner: self.owner, layer: found.layer };
+        let job = CopyJob { from: found.block.region.clone(), to: into, after, end: self.marks.take()?, shown };
         let bytes = found.block.region.bytes();
         let copy = self.fetch.submit(job, urgent);
         // The fetch may run on another stream than the tensor was saved on; what ends its use is that stream's.

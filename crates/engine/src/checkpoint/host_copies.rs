@@ -7,6 +7,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use forebay_device::{Backend, Buffer, Event, Region, SharedDevice, Slab, SlabLayout, Stream};
 
 use crate::error::Result;
+use crate::trace::{Held, Pool};
 
 /// On the CPU backend a stream is a thread; this many copy at once.
 const CPU_LANES: usize = 4;
@@ -15,7 +16,7 @@ const CPU_LANES: usize = 4;
 #[derive(Debug)]
 pub struct HostCopies {
     device: SharedDevice,
-    slab: Mutex<Option<Slab>>,
+    slab: Mutex<Option<(Slab, Held)>>,
 }
 
 impl HostCopies {
@@ -29,13 +30,13 @@ impl HostCopies {
         &self.device
     }
 
-    fn slab(&self) -> MutexGuard<'_, Option<Slab>> {
+    fn slab(&self) -> MutexGuard<'_, Option<(Slab, Held)>> {
         self.slab.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Bytes of the slab.
     pub fn bytes(&self) -> u64 {
-        self.slab().as_ref().map_or(0, |slab| slab.layout().bytes())
+        self.slab().as_ref().map_or(0, |(slab, _)| slab.layout().bytes())
     }
 
     /// Copies regions of the device's memory to the host, and returns the copies when all have arrived. The copies begin
@@ -49,10 +50,14 @@ impl HostCopies {
         }
         let mut kept = self.slab();
         let layout = SlabLayout::new(&from.iter().map(Region::bytes).collect::<Vec<_>>())?;
-        let slab = match kept.take().filter(|slab| slab.layout() == &layout) {
-            Some(slab) => kept.insert(slab),
+        let (slab, _) = match kept.take().filter(|(slab, _)| slab.layout() == &layout) {
+            Some(kept_before) => kept.insert(kept_before),
             // The old slab has been freed: both together may not fit.
-            None => kept.insert(self.device.pin(layout)?),
+            None => {
+                let slab = self.device.pin(layout)?;
+                let held = Held::new(Pool::Saves, slab.bytes());
+                kept.insert((slab, held))
+            }
         };
         let lanes = self.lanes()?;
         let point = self.device.event()?;

@@ -19,6 +19,7 @@ use super::sink::Sink;
 use super::{BLOCK_BYTES, CACHED_BYTES, dense_bytes, encode_header, refuse};
 use crate::error::{Error, Result};
 use crate::snapshot::Snapshot;
+use crate::trace::{Held, Pool};
 
 /// Bytes from which on a file is worth a thread, by default.
 const FILE_BYTES: u64 = 64 << 20;
@@ -230,6 +231,7 @@ struct Staging {
     stream: Stream,
     arrived: Event,
     block: Region,
+    _held: Held,
 }
 
 impl Staging {
@@ -239,7 +241,13 @@ impl Staging {
             device.wait(&stream, ready)?;
         }
         let block = device.pin(SlabLayout::new(&[bytes])?)?.part(0)?;
-        Ok(Self { stream, arrived: device.event()?, block, device: device.clone() })
+        Ok(Self {
+            stream,
+            arrived: device.event()?,
+            block,
+            device: device.clone(),
+            _held: Held::new(Pool::Saves, bytes),
+        })
     }
 
     /// Copies a region to the host, and returns the copy when it has arrived.

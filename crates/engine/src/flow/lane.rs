@@ -13,6 +13,7 @@ use forebay_device::{Cores, Event, Region, SharedDevice, Stream};
 use super::marks::{Mark, Marks};
 use super::queue::{Cancelled, Queue, Ticket};
 use crate::error::Result;
+use crate::trace::{self, Kind, Label, Pace, Span};
 
 /// Bytes of one copy.
 const CHUNK_BYTES: u64 = 16 << 20;
@@ -33,6 +34,16 @@ pub(crate) struct CopyJob {
     pub(crate) after: Vec<Arc<Mark>>,
     /// Recorded when it has been submitted.
     pub(crate) end: Arc<Mark>,
+    /// How a trace shows it: whose it is, and the layer.
+    pub(crate) shown: Shown,
+}
+
+/// What a trace says about a copy.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Shown {
+    pub(crate) kind: Kind,
+    pub(crate) owner: u32,
+    pub(crate) layer: u32,
 }
 
 /// A copy that was requested from a lane.
@@ -79,6 +90,7 @@ impl Lane {
             observed: observed.clone(),
             longest_bytes: 0,
             jobs: 0,
+            pace: Pace::default(),
         };
         let jobs = queue.clone();
         Cores::here().spawn(&format!("forebay-{name}"), move || {
@@ -146,6 +158,7 @@ struct Worker {
     longest_bytes: u64,
     /// Jobs run so far.
     jobs: u64,
+    pace: Pace,
 }
 
 impl Worker {
@@ -170,6 +183,7 @@ impl Worker {
         if timed {
             self.device.record(&self.timer[0], &self.stream)?;
         }
+        let traced = trace::timed(&self.device, &self.stream, Some((&self.pace, job.from.bytes())));
         let mut offset = 0;
         while offset < job.from.bytes() && !queue.should_stop() {
             let bytes = CHUNK_BYTES.min(job.from.bytes() - offset);
@@ -179,6 +193,11 @@ impl Worker {
             mark.record(&self.stream)?;
             self.under_way.push_back((mark, bytes));
             offset += bytes;
+        }
+        if let Some(traced) = traced {
+            let Shown { kind, owner, layer } = job.shown;
+            let span = Span { bytes: offset, owner, layer: Some(layer), ..Span::new(kind, Label::Layer) };
+            traced.end(&self.stream, span);
         }
         if timed {
             self.device.record(&self.timer[1], &self.stream)?;

@@ -100,6 +100,11 @@ impl Mark {
         Ok(self.home.device.elapsed_ns(&self.event, &end.event)?)
     }
 
+    /// The event, for clocks.
+    pub(crate) fn event(&self) -> &Event {
+        &self.event
+    }
+
     /// Its place among the marks of one lane, larger for later ones; known once the lane has recorded it.
     pub(crate) fn order(&self) -> u64 {
         self.order.load(Relaxed)

@@ -16,7 +16,7 @@ pub(crate) mod ring;
 mod shared;
 
 pub use in_flight::InFlight;
-pub(crate) use lane::{CopyJob, Lane, QueuedCopy};
+pub(crate) use lane::{CopyJob, Lane, QueuedCopy, Shown};
 pub(crate) use marks::{Mark, Marks};
 pub use pipeline::{Pipeline, RunStats, Slot};
 pub(crate) use queue::Cancelled;

@@ -27,11 +27,12 @@
 //! - A trip stays noted at its slot until its store was seen to have ended. Then the slot is given to another user, so
 //!   who does not find a trip need not wait for it. Who finds one may wait for a mark that the slot's next owner has
 //!   recorded again meanwhile: that point is later on the same store stream, so it waits too long but never too short.
-//! - Waits, statistics and traces are those of one user: [`Pipeline::drain`] waits for the trips and the broken-off work
+//! - Waits and statistics are those of one user: [`Pipeline::drain`] waits for the trips and the broken-off work
 //!   of its own user. A failure of one user leaves the others their slots. Only a stream that dies takes all users of
 //!   the ring with it, as on CUDA it takes all users of the context. Such a ring is not given to new users.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 
 use forebay_device::{ALIGN_BYTES, Buffer, Device, Event, Region, SharedDevice, Stream};
 use serde::Serialize;
@@ -44,7 +45,7 @@ use super::shared::{Shared, SharedKey};
 use crate::error::Result;
 use crate::memory::Allocator;
 use crate::sync::{Mutex, lock};
-use crate::trace::{Span, Stage, Trace};
+use crate::trace::{self, Held, Kind, Label, Pace, Pool, Reason, Recorder, Source, Span};
 
 /// The rings that users share.
 static RINGS: Shared<PipelineCore> = Shared::new();
@@ -66,21 +67,36 @@ struct PipelineCore {
     ring: Ring<Arc<Mark>>,
     slots: Vec<SlotRecord>,
     pid: u32,
+    /// How many of its chunks a trace times, and the trace that asks it at its end.
+    pace: Pace,
+    traced_by: AtomicU64,
+    _held: Held,
 }
+
+/// What a chunk passes, in this order.
+#[derive(Debug, Clone, Copy)]
+enum Stage {
+    Fetch,
+    Update,
+    Store,
+}
+
+/// What each stage is in a trace.
+const KINDS: [Kind; 3] = [Kind::Fetch, Kind::Update, Kind::Store];
 
 /// What one user's run has done so far. Whoever sees the end of a trip adds it to the log of its user.
 #[derive(Debug)]
 struct RunLog {
     user: RingUser,
-    /// The origin of a trace's times.
-    epoch: Event,
+    /// Whose run a trace shows.
+    owner: AtomicU32,
     totals: Mutex<RunTotals>,
 }
 
 #[derive(Debug)]
 struct SlotRecord {
     region: Region,
-    /// The end of each stage, in the order of [`Stage::ALL`].
+    /// The end of each stage, in their order.
     ends: [Arc<Mark>; 3],
     /// Begin and end of each stage with their times, recorded on the trips that are timed.
     timers: [[Event; 2]; 3],
@@ -95,14 +111,21 @@ struct Trip {
     chunk: u32,
     payload_bytes: u64,
     stored: Vec<Region>,
-    timed: bool,
+    timed: Option<Timing>,
+}
+
+/// Why a chunk is timed.
+#[derive(Debug, Clone, Copy)]
+struct Timing {
+    /// For a trace: the bytes of chunks before it that were not.
+    traced: Option<u64>,
 }
 
 /// One chunk in this many is timed: a time costs the copy engine more than the ordering does.
 const TIMED_EVERY: u64 = 64;
 
-/// What one run through the pipeline did. Bytes are payload, each way. Without a trace, the times of the stages are
-/// measured on one chunk in 64 and scaled by bytes.
+/// What one run through the pipeline did. Bytes are payload, each way. The times of the stages are measured on one chunk
+/// in 64, or on those that a trace times, and scaled by bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct RunStats {
     /// Chunks that went through.
@@ -133,7 +156,6 @@ struct RunTotals {
     /// Bytes and times of the stages of the timed chunks alone.
     timed_bytes: u64,
     timed_ns: [u64; 3],
-    trace: Trace,
 }
 
 impl Drop for Pipeline {
@@ -167,7 +189,7 @@ pub struct Slot {
     index: usize,
     /// The end of the work accepted so far; `None` while the device has not touched it.
     end: Option<Arc<Mark>>,
-    timed: bool,
+    timed: Option<Timing>,
     core: Arc<PipelineCore>,
     log: Arc<RunLog>,
 }
@@ -212,8 +234,18 @@ impl Pipeline {
     }
 
     fn of(core: Arc<PipelineCore>) -> Result<Self> {
-        let log = RunLog { user: core.ring.join(), epoch: core.device.timed_event()?, totals: Mutex::default() };
+        let log = RunLog { user: core.ring.join(), owner: AtomicU32::new(0), totals: Mutex::default() };
         Ok(Self { core, log: Arc::new(log) })
+    }
+
+    /// Says whose chunks a trace shows.
+    pub(crate) fn set_owner(&self, owner: u32) {
+        self.log.owner.store(owner, Relaxed);
+    }
+
+    /// Whose chunks they are.
+    pub(crate) fn owner(&self) -> u32 {
+        self.log.owner.load(Relaxed)
     }
 
     /// Bytes of a ring. Slots of any size start aligned: a kernel refuses an f32 at an odd address.
@@ -246,26 +278,11 @@ impl Pipeline {
         self.core.ring.idle()
     }
 
-    /// Keeps the spans of the next runs, at most this many for each. A traced run begins only after the one before has
-    /// ended, so that their times have one origin.
-    pub fn set_trace(&self, spans: usize) {
-        lock(&self.log.totals).trace = Trace::with_capacity(spans);
-    }
-
     /// Begins a run: statistics start from zero.
-    pub fn begin(&self) -> Result<()> {
-        // The totals first: stores of the run before that are still under way do not belong in this one's.
+    pub fn begin(&self) {
+        // Stores of the run before that are still under way do not belong in this one's.
         let mut totals = lock(&self.log.totals);
-        totals.trace.clear();
-        let (run, trace) = (totals.run + 1, std::mem::take(&mut totals.trace));
-        let is_traced = !trace.is_off();
-        *totals = RunTotals { run, trace, ..RunTotals::default() };
-        drop(totals);
-        if is_traced {
-            self.drain()?;
-            self.device().record(&self.log.epoch, &self.core.fetch)?;
-        }
-        Ok(())
+        *totals = RunTotals { run: totals.run + 1, ..RunTotals::default() };
     }
 
     /// Takes the slot whose store ends first, waiting for that store on the host if need be.
@@ -278,10 +295,14 @@ impl Pipeline {
         let slots = &self.core.slots;
         let (index, prepared, stall) = self.core.ring.acquire_while(|index| prepare(&slots[index].region))?;
         // From here on a failure gives the slot back.
-        let mut slot = Slot { index, end: None, timed: false, core: self.core.clone(), log: self.log.clone() };
+        let mut slot = Slot { index, end: None, timed: None, core: self.core.clone(), log: self.log.clone() };
         self.core.harvest(index, None);
+        if stall.waited {
+            trace::waited(stall.time, Reason::Slot, "wait for a slot", self.owner());
+        }
+        let traced = self.core.is_traced();
         let mut totals = lock(&self.log.totals);
-        slot.timed = totals.acquired.is_multiple_of(TIMED_EVERY) || !totals.trace.is_off();
+        slot.timed = (totals.acquired.is_multiple_of(TIMED_EVERY) || traced.is_some()).then_some(Timing { traced });
         totals.acquired += 1;
         totals.stats.stalls += u64::from(stall.waited);
         totals.stats.stall_ns += stall.time.as_nanos() as u64;
@@ -323,6 +344,9 @@ impl Pipeline {
         let slot = slot.on(&self.core.store)?;
         let (run, index) = (lock(&self.log.totals).run, slot.index);
         let log = self.log.clone();
+        if slot.timed.and_then(|timing| timing.traced).is_none() && trace::is_on() {
+            self.core.pace.skip(payload_bytes);
+        }
         let trip = Trip { log, run, chunk: chunk as u32, payload_bytes, stored: to.to_vec(), timed: slot.timed };
         slot.stage(&self.core.store, Stage::Store, |device, memory| {
             // Noted before the copies are submitted: those that are accepted must be found even when a later one is
@@ -376,11 +400,6 @@ impl Pipeline {
         let [fetch_ns, update_ns, store_ns] = totals.timed_ns.map(scaled);
         RunStats { fetch_ns, update_ns, store_ns, ..totals.stats }
     }
-
-    /// The spans of the run; complete after [`Self::drain`].
-    pub fn trace(&self) -> Trace {
-        lock(&self.log.totals).trace.clone()
-    }
 }
 
 impl SlotRecord {
@@ -401,11 +420,11 @@ impl Slot {
         let core = self.core.clone();
         let (device, record) = (&*core.device, &core.slots[self.index]);
         let (end, [begin_time, end_time]) = (&record.ends[stage as usize], &record.timers[stage as usize]);
-        if self.timed {
+        if self.timed.is_some() {
             device.record(begin_time, stream)?;
         }
         let mut outcome = work(device, &record.region);
-        if self.timed {
+        if self.timed.is_some() {
             outcome = outcome.and(device.record(end_time, stream).map_err(Into::into));
         }
         // Whatever was accepted uses the slot until here, also when the rest was refused.
@@ -443,6 +462,9 @@ impl PipelineCore {
             pid: std::process::id(),
             device: device.clone(),
             marks,
+            pace: Pace::default(),
+            traced_by: AtomicU64::new(0),
+            _held: Held::new(Pool::Ring, buffer.bytes()),
         };
         if let Some((_, after)) = memory {
             let free = core.marks.take()?;
@@ -481,12 +503,15 @@ impl PipelineCore {
         let mut noted = lock(&slot.trip);
         let Some(trip) = noted.take_if(|trip| of.is_none_or(|log| Arc::ptr_eq(log, &trip.log))) else { return };
         let mut times = [0; 3];
-        if trip.timed {
+        if trip.timed.is_some() {
             for (time, [begin, end]) in times.iter_mut().zip(&slot.timers) {
                 // A trip that failed has no times worth keeping; its error was returned when it failed.
                 let Ok(elapsed) = self.device.elapsed_ns(begin, end) else { return };
                 *time = elapsed;
             }
+        }
+        if let Some(recorder) = trace::current() {
+            self.report_trip(&recorder, index, &trip);
         }
         let mut totals = lock(&trip.log.totals);
         if totals.run != trip.run {
@@ -495,24 +520,56 @@ impl PipelineCore {
         totals.stats.chunks += 1;
         totals.stats.fetch_bytes += trip.payload_bytes;
         totals.stats.store_bytes += trip.payload_bytes;
-        if trip.timed {
+        if trip.timed.is_some() {
             totals.timed_bytes += trip.payload_bytes;
             totals.timed_ns.iter_mut().zip(times).for_each(|(sum, time)| *sum += time);
         }
-        if totals.trace.is_off() {
+    }
+
+    /// Whether the next chunk is timed for a trace, with the bytes of those before it that were not.
+    fn is_traced(self: &Arc<Self>) -> Option<u64> {
+        let recorder = trace::current()?;
+        if self.traced_by.swap(recorder.id(), Relaxed) != recorder.id() {
+            let core: Arc<dyn Source> = self.clone();
+            recorder.add_source(Arc::downgrade(&core));
+        }
+        let clock = recorder.clock(&self.device)?;
+        self.pace.take(clock.pace_ns(), recorder.now_ns())
+    }
+
+    /// The spans of a trip that has ended.
+    fn report_trip(&self, recorder: &Recorder, index: usize, trip: &Trip) {
+        let Some(Timing { traced: Some(untimed_bytes) }) = trip.timed else { return };
+        let Some(clock) = recorder.clock(&self.device) else { return };
+        for (kind, [begin, end]) in KINDS.into_iter().zip(&self.slots[index].timers) {
+            let Some((start_ns, end_ns)) = clock.span_ns(begin, end) else { return };
+            recorder.push(Span {
+                start_ns,
+                end_ns,
+                bytes: trip.payload_bytes,
+                untimed_bytes,
+                owner: trip.log.owner.load(Relaxed),
+                chunk: Some(trip.chunk),
+                slot: Some(index as u32),
+                ..Span::new(kind, Label::Chunk)
+            });
+        }
+    }
+}
+
+impl Source for PipelineCore {
+    /// Trips that nobody has followed to their ends yet. They stay noted, for the statistics of their users.
+    fn report(&self, recorder: &Recorder) {
+        if self.is_forked() {
             return;
         }
-        for ((stage, time), [begin, _]) in Stage::ALL.into_iter().zip(times).zip(&slot.timers) {
-            // A trip from before the trace was asked for has no place in it.
-            let Ok(start_ns) = self.device.elapsed_ns(&trip.log.epoch, begin) else { return };
-            totals.trace.push(Span {
-                stage,
-                chunk: trip.chunk,
-                slot: index as u32,
-                start_ns,
-                end_ns: start_ns + time,
-                bytes: trip.payload_bytes,
-            });
+        for (index, slot) in self.slots.iter().enumerate() {
+            let noted = lock(&slot.trip);
+            if let Some(trip) = &*noted
+                && slot.stored().synchronize().is_ok()
+            {
+                self.report_trip(recorder, index, trip);
+            }
         }
     }
 }

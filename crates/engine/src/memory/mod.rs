@@ -10,6 +10,7 @@ pub use budget::PinnedBudget;
 use budget::PinnedBytes;
 
 use crate::error::Result;
+use crate::trace::{Held, Pool};
 
 /// Allocates slabs and buffers of one device, for one user of the engine. Slabs count against its budget.
 #[derive(Debug)]
@@ -23,7 +24,7 @@ pub struct Allocator {
 pub struct Lease<T> {
     // Declared before the count: memory is unpinned first, and then no longer counted.
     memory: T,
-    _counted: Arc<PinnedBytes>,
+    _counted: Arc<(PinnedBytes, Option<Held>)>,
 }
 
 impl<T> std::ops::Deref for Lease<T> {
@@ -56,15 +57,22 @@ impl Allocator {
 
     /// Pins a slab with parts of these sizes.
     pub fn pin(&self, part_bytes: &[u64]) -> Result<Lease<Slab>> {
+        self.pin_for(Pool::Optimizer, part_bytes)
+    }
+
+    /// The same for another use than an optimizer's, as traces show it.
+    pub(crate) fn pin_for(&self, pool: Pool, part_bytes: &[u64]) -> Result<Lease<Slab>> {
         let layout = SlabLayout::new(part_bytes)?;
-        self.lease(layout.bytes(), || Ok(self.device.pin(layout)?))
+        let (bytes, counted) = (layout.bytes(), self.budget.take(layout.bytes())?);
+        let memory = self.device.pin(layout)?;
+        Ok(Lease { memory, _counted: Arc::new((counted, Some(Held::new(pool, bytes)))) })
     }
 
     /// Counts pinned memory against the budget, before it is pinned. Memory that several users share counts in full for
     /// each of them: whoever goes first, what the others have stays within their budgets.
     pub(crate) fn lease<T>(&self, bytes: u64, pin: impl FnOnce() -> Result<T>) -> Result<Lease<T>> {
         let counted = self.budget.take(bytes)?;
-        Ok(Lease { memory: pin()?, _counted: Arc::new(counted) })
+        Ok(Lease { memory: pin()?, _counted: Arc::new((counted, None)) })
     }
 
     /// Allocates device memory, which counts against no budget.

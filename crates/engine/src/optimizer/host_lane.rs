@@ -44,6 +44,7 @@ use crate::flow::{InFlight, Mark, Marks, Pipeline};
 use crate::memory::{Allocator, Lease};
 use crate::plan::{Chunk, Piece};
 use crate::sync::{Mutex, lock};
+use crate::trace::{self, Kind, Label, Pace, Reason, Span};
 
 /// The most chunks that may be on their way down, and the most that the threads may have, when the next slot is asked
 /// for. One slot must remain free: a lane that held all slots would wait for ever.
@@ -114,6 +115,10 @@ pub(super) struct HostLane {
     flags: Lease<Slab>,
     flags_landed: Arc<Mark>,
     stats: Mutex<HostStats>,
+    /// Whose it is in a trace.
+    owner: u32,
+    /// How much of what goes down, and of what goes up, a trace times.
+    paces: [Pace; 2],
     /// Set by tests: the next update fails on a thread.
     fails_next: AtomicBool,
 }
@@ -124,9 +129,15 @@ fn transfer<'a>(
     stream: &Stream,
     pairs: &[(Region, Region)],
     end: fn(&LaneSlot) -> &Arc<Mark>,
+    (pace, shown): (&Pace, Span),
 ) -> Result<InFlight<HeldSlot<'a>>> {
+    let bytes = pairs.iter().map(|(from, _)| from.bytes()).sum();
+    let traced = trace::timed(held.device(), stream, Some((pace, bytes)));
     let end = end(held.slot()).clone();
     let outcome = held.device().copy_all(stream, pairs);
+    if let Some(traced) = traced {
+        traced.end(stream, Span { bytes, ..shown });
+    }
     let recorded = end.record(stream);
     held.end = Some(end.clone());
     outcome?;
@@ -175,7 +186,13 @@ struct Passage<'a, S> {
 impl HostLane {
     /// Starts the threads and pins the ring, unless others have them; no slots are needed if all parameters lie on the
     /// host.
-    pub(super) fn new(memory: &Allocator, options: &HostOptions, slots: usize, slot_bytes: u64) -> Result<Self> {
+    pub(super) fn new(
+        memory: &Allocator,
+        options: &HostOptions,
+        slots: usize,
+        slot_bytes: u64,
+        owner: u32,
+    ) -> Result<Self> {
         let device = memory.device().clone();
         let marks = Marks::new(device.clone());
         let lane = Self {
@@ -188,6 +205,8 @@ impl HostLane {
             flags: memory.pin(&FLAG_BYTES)?,
             flags_landed: marks.take()?,
             stats: Mutex::default(),
+            owner,
+            paces: Default::default(),
             fails_next: AtomicBool::new(false),
             device,
         };
@@ -245,7 +264,14 @@ impl HostLane {
     pub(super) fn land(&self, grad: &Region, into: &Region, stream: &Stream) -> Result<()> {
         self.ready.record(stream)?;
         self.ready.wait(&self.streams.down)?;
-        Ok(self.device.copy(&self.streams.down, grad, into)?)
+        let traced = trace::timed(&self.device, &self.streams.down, Some((&self.paces[0], grad.bytes())));
+        self.device.copy(&self.streams.down, grad, into)?;
+        if let Some(traced) = traced {
+            let (bytes, owner) = (grad.bytes(), self.owner);
+            let label = Label::Words("gradient");
+            traced.end(&self.streams.down, Span { bytes, owner, ..Span::new(Kind::Store, label) });
+        }
+        Ok(())
     }
 
     /// Blocks until the gradients under way have arrived.
@@ -315,6 +341,7 @@ impl HostLane {
             landing: VecDeque::new(),
             updating: VecDeque::new(),
             stats: HostStats::default(),
+            updated_ns: 0,
             lane: self,
         };
         let stats = step.drive(tables, claims)?;
@@ -343,6 +370,9 @@ struct Flags {
     skip: bool,
 }
 
+/// When the threads got an update, and its bytes of state, for a trace.
+type Began = Option<(u64, u64)>;
+
 /// The chunks under way in one step.
 struct Step<'a> {
     lane: &'a HostLane,
@@ -356,15 +386,17 @@ struct Step<'a> {
     /// The streamed half of a hybrid step, whose stores into a chunk must have ended before the host updates it.
     pipeline: Option<&'a Pipeline>,
     landing: VecDeque<Passage<'a, InFlight<HeldSlot<'a>>>>,
-    updating: VecDeque<(Passage<'a, HeldSlot<'a>>, HostWork)>,
+    updating: VecDeque<(Passage<'a, HeldSlot<'a>>, HostWork, Began)>,
     stats: HostStats,
+    /// When the update before was seen to have ended, for a trace.
+    updated_ns: u64,
 }
 
 impl Drop for Step<'_> {
     /// After a failure: slots go back only when the threads are done with them, and nothing is read any more.
     fn drop(&mut self) {
         let _ = self.wait_for_landing();
-        for (passage, work) in self.updating.drain(..) {
+        for (passage, work, _) in self.updating.drain(..) {
             let _ = self.lane.device.finish_on_host(work);
             drop(passage);
         }
@@ -432,10 +464,12 @@ impl<'a> Step<'a> {
 
     fn finish_beyond(&mut self, updating: usize) -> Result<()> {
         while self.updating.len() > updating {
-            if let Some((passage, work)) = self.updating.pop_front() {
+            if let Some((passage, work, began)) = self.updating.pop_front() {
                 let since = Instant::now();
                 let outcome = self.lane.device.finish_on_host(work);
                 self.stats.update_wait_ns += since.elapsed().as_nanos() as u64;
+                trace::waited(since.elapsed(), Reason::Other, "wait for the host's threads", self.lane.owner);
+                self.show_update(&passage.claimed.1, began);
                 outcome?;
                 self.copy_up(passage)?;
             }
@@ -460,6 +494,7 @@ impl<'a> Step<'a> {
         let since = Instant::now();
         let held = slots.acquire()?;
         self.stats.wire_wait_ns += since.elapsed().as_nanos() as u64;
+        trace::waited(since.elapsed(), Reason::Slot, "wait for a slot of the host", self.lane.owner);
         let mut pairs = Vec::with_capacity(2 * runs.len());
         for run in &runs {
             let Some(binding) = table.binding(run.tensor) else { continue };
@@ -471,16 +506,22 @@ impl<'a> Step<'a> {
             pairs.push((run.of(&binding.weight, width)?, run.weight(&held, width)?));
         }
         self.stats.down_bytes += pairs.iter().map(|(from, _)| from.bytes()).sum::<u64>();
-        let slot = transfer(held, self.directions.down, &pairs, |slot| &slot.landed)?;
+        let shown = self.shown(Kind::Store, "down", &claimed.1);
+        let slot = transfer(held, self.directions.down, &pairs, |slot| &slot.landed, (&self.lane.paces[0], shown))?;
         Ok(Passage { table, chunks, claimed, runs, slot: Some(slot) })
     }
 
     /// Waits for the copy down and gives all of it to the threads.
-    fn start(&mut self, passage: Passage<'a, InFlight<HeldSlot<'a>>>) -> Result<(Passage<'a, HeldSlot<'a>>, HostWork)> {
+    fn start(
+        &mut self,
+        passage: Passage<'a, InFlight<HeldSlot<'a>>>,
+    ) -> Result<(Passage<'a, HeldSlot<'a>>, HostWork, Began)> {
         let Passage { table, chunks, claimed, runs, slot } = passage;
         let since = Instant::now();
         let slot = slot.map(InFlight::wait).transpose()?;
         self.stats.wire_wait_ns += since.elapsed().as_nanos() as u64;
+        trace::waited(since.elapsed(), Reason::Gradients, "wait for gradients", self.lane.owner);
+        let before = self.stats.state_bytes;
         for chunk in chunks {
             let regions = table.table.chunk(chunk)?;
             if let Some(pipeline) = self.pipeline {
@@ -512,19 +553,35 @@ impl<'a> Step<'a> {
         }
         let (scalars, grad_scale) = (self.scalars.clone(), self.flags()?.grad_scale);
         let update = HostUpdate { rule: table.table.rule(), segments, scalars, grad_scale, trust_master: false };
+        let began = trace::current().map(|recorder| (recorder.now_ns(), self.stats.state_bytes - before));
         let fails = self.lane.fails_next.swap(false, Relaxed);
         let work = if fails {
             self.lane.threads.fail()?
         } else {
             self.lane.device.update_on_host(&self.lane.threads, update)?
         };
-        Ok((Passage { table, chunks, claimed, runs, slot }, work))
+        Ok((Passage { table, chunks, claimed, runs, slot }, work, began))
+    }
+
+    /// A span of some chunks.
+    fn shown(&self, kind: Kind, what: &'static str, chunks: &Range<usize>) -> Span {
+        let (chunk, chunks) = (Some(chunks.start as u32), chunks.len() as u32);
+        Span { owner: self.lane.owner, chunk, chunks, ..Span::new(kind, Label::ChunkAnd(what)) }
+    }
+
+    /// An update that has ended. The threads work on one after the other.
+    fn show_update(&mut self, chunks: &Range<usize>, began: Began) {
+        let (Some(recorder), Some((began_ns, bytes))) = (trace::current(), began) else { return };
+        let (start_ns, end_ns) = (began_ns.max(self.updated_ns), recorder.now_ns());
+        recorder.push(Span { start_ns, end_ns, bytes, ..self.shown(Kind::Update, "on the host", chunks) });
+        self.updated_ns = end_ns;
     }
 
     /// Submits the copy up of the new weights.
     fn copy_up(&mut self, passage: Passage<'a, HeldSlot<'a>>) -> Result<()> {
         let Passage { table, runs, slot, claimed: (number, chunks), .. } = passage;
         let progress = self.progress;
+        let shown = self.shown(Kind::Fetch, "up", &chunks);
         let done = |sent: Option<&Arc<Mark>>| progress.map_or(Ok(()), |of| of.on_host(number, chunks, sent));
         let Some(held) = slot else { return done(None) };
         let mut pairs = Vec::with_capacity(runs.len());
@@ -535,7 +592,8 @@ impl<'a> Step<'a> {
         }
         self.stats.up_bytes += pairs.iter().map(|(from, _)| from.bytes()).sum::<u64>();
         // Back to the ring, with the mark that ends the copies.
-        let (mut held, end) = transfer(held, self.directions.up, &pairs, |slot| &slot.sent)?.into_parts();
+        let (mut held, end) =
+            transfer(held, self.directions.up, &pairs, |slot| &slot.sent, (&self.lane.paces[1], shown))?.into_parts();
         held.end = end;
         done(held.end.as_ref())
     }

@@ -14,6 +14,7 @@ use crate::error::Result;
 use crate::flow::{Mark, Marks, Ring, RingUser, Shared, SharedKey};
 use crate::memory::{Allocator, Lease};
 use crate::sync::{Mutex, MutexGuard, lock};
+use crate::trace::{Held, Pool};
 
 /// Pinned slots of one size.
 #[derive(Debug)]
@@ -23,6 +24,7 @@ pub(super) struct HostRing {
     turn: Mutex<()>,
     /// The slots' memory.
     slab: Slab,
+    _held: Held,
     device: SharedDevice,
     pid: u32,
 }
@@ -46,6 +48,7 @@ impl HostRing {
             ring: Ring::new(slots.len()),
             slots,
             turn: Mutex::default(),
+            _held: Held::new(Pool::Optimizer, slab.bytes()),
             slab,
             device: device.clone(),
             pid: std::process::id(),

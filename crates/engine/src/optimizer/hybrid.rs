@@ -19,6 +19,7 @@ use crate::error::{Error, Result};
 use crate::flow::{Mark, Pipeline};
 use crate::memory::Allocator;
 use crate::sync::{Mutex, lock};
+use crate::trace;
 
 /// How much of the state the host updates, by bytes.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -316,6 +317,7 @@ impl Hybrid {
         options: &HostOptions,
         slots: usize,
         slot_bytes: u64,
+        owner: u32,
     ) -> Result<Self> {
         if let HostShare::Fixed(fraction) = share
             && !(0.0..=1.0).contains(&fraction)
@@ -326,7 +328,7 @@ impl Hybrid {
                 remedy: "give a number from 0.0 to 1.0, or \"auto\"".to_owned(),
             });
         }
-        let lane = HostLane::new(memory, options, slots, slot_bytes)?;
+        let lane = HostLane::new(memory, options, slots, slot_bytes, owner)?;
         Ok(Self { lane, share, measured: Mutex::default() })
     }
 
@@ -461,7 +463,11 @@ impl Hybrid {
         let (first, begun) = std::sync::mpsc::channel();
         std::thread::scope(|scope| {
             let cores = self.lane.threads().cores();
-            let driver = cores.spawn_scoped(scope, "forebay-host", || host(Some(first)))?;
+            let driver = cores.spawn_scoped(scope, "forebay-host", || {
+                // The caller works at the other end meanwhile.
+                trace::in_background();
+                host(Some(first))
+            })?;
             let device = closing(device(Some(begun)));
             let host = driver.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             device.and(host)
@@ -606,7 +612,7 @@ mod tests {
             let mut input = TableInput::default();
             input.tensors.extend((0..4).map(|i| (i < with_gradient).then(|| bindings[i].clone())));
             let step = TableStep { table: &table, input: &input, landed: &[] };
-            pipeline.begin().unwrap();
+            pipeline.begin();
             hybrid.run(&[step], Some(&pipeline), &inputs, &compute, None).unwrap();
             assert_eq!(hybrid.last_fraction(), 0.5);
         }

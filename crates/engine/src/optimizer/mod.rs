@@ -50,7 +50,7 @@ use crate::flow::{Pipeline, RunStats};
 use crate::memory::{Allocator, PinnedBudget};
 use crate::plan::{PlanOptions, StepPlan, TensorSpec};
 use crate::snapshot::{PAGE_BYTES, Snapshot};
-use crate::trace::Trace;
+use crate::trace::{self, Reason};
 use host_lane::HostLane;
 use hybrid::Hybrid;
 use landing::Landing;
@@ -102,6 +102,8 @@ pub struct Optimizer {
     /// Made with the first overlapped step. Its hooks take no other lock of the optimizer. Declared before what it works
     /// on: a step that was committed is completed first.
     overlap: OnceLock<Overlap>,
+    /// What it is called in a trace.
+    owner: u32,
     inner: Mutex<OptimizerInner>,
 }
 
@@ -194,7 +196,20 @@ impl Optimizer {
     pub fn new(device: SharedDevice, rule: &'static Rule, options: OptimizerOptions) -> Result<Self> {
         device.load(rule)?;
         let memory = Allocator::within(device.clone(), PinnedBudget::new(options.pinned_budget_bytes));
-        Ok(Self { device, rule, options, memory, inner: Mutex::default(), overlap: OnceLock::new() })
+        Ok(Self {
+            device,
+            rule,
+            options,
+            memory,
+            inner: Mutex::default(),
+            overlap: OnceLock::new(),
+            owner: trace::owner(),
+        })
+    }
+
+    /// The number under which it reports to a trace.
+    pub fn trace_owner(&self) -> u32 {
+        self.owner
     }
 
     /// The device that it computes on.
@@ -279,7 +294,9 @@ impl Optimizer {
         let mut inner = self.open()?;
         if inner.pipeline.is_none() {
             let (slots, slot_bytes) = (self.slots(&inner), self.options.plan.slot_bytes);
-            inner.pipeline = Pipeline::join(&self.device, slots, slot_bytes)?.map(Arc::new);
+            let joined = Pipeline::join(&self.device, slots, slot_bytes)?;
+            joined.iter().for_each(|pipeline| pipeline.set_owner(self.owner));
+            inner.pipeline = joined.map(Arc::new);
         }
         Ok(inner.pipeline.is_some())
     }
@@ -293,7 +310,9 @@ impl Optimizer {
         let (slots, slot_bytes) = (self.slots(&inner), self.options.plan.slot_bytes);
         let after = memory.map(|(_, after)| self.compute(&mut inner, after)).transpose()?;
         let memory = memory.map(|(ring, _)| ring).zip(after.as_ref());
-        inner.pipeline = Some(Arc::new(Pipeline::open(&self.device, memory, slots, slot_bytes)?));
+        let pipeline = Pipeline::open(&self.device, memory, slots, slot_bytes)?;
+        pipeline.set_owner(self.owner);
+        inner.pipeline = Some(Arc::new(pipeline));
         Ok(())
     }
 
@@ -358,7 +377,7 @@ impl Optimizer {
         }
         let table = StateTable::pinned(&self.memory, self.rule, Arc::new(plan))?;
         if let Some(share) = share {
-            let new = || Hybrid::new(&self.memory, share, &self.options.host, 0, slot_bytes).map(Arc::new);
+            let new = || Hybrid::new(&self.memory, share, &self.options.host, 0, slot_bytes, self.owner).map(Arc::new);
             made_once(&mut inner.hybrid, new)?.open_ring(&self.memory, slots)?;
         }
         Ok(table)
@@ -470,7 +489,9 @@ impl Optimizer {
         // Without a stream of the caller's nothing orders later uses of this memory, and after a failure nothing may use
         // it any more: it can be freed as soon as this returns.
         let waits = is_own || on_host || outcome.is_err();
+        let waiting = trace::wait();
         let ended = if waits { inner.drain().and(self.finish(&mut inner.finished, &compute)) } else { Ok(()) };
+        waiting.end(Reason::Other, "wait for the end of the step", self.owner);
         torn |= ended.is_err();
         let mut outcome = outcome.and(ended);
         if outcome.is_ok() {
@@ -496,7 +517,13 @@ impl Optimizer {
             let mut tensors = 0..step.plan().tensors().len();
             tensors.try_for_each(|tensor| streamed::resident_segment(*step, tensor, &mut segments))?;
         }
-        inputs.launch(&*self.device, compute, self.rule, &segments)
+        let traced = trace::timed(&self.device, compute, None);
+        inputs.launch(&*self.device, compute, self.rule, &segments)?;
+        if let Some(traced) = traced {
+            let bytes = steps.iter().map(|step| step.state_bytes()).sum();
+            traced.end(compute, streamed::in_place(bytes, self.owner));
+        }
+        Ok(())
     }
 
     /// State on the host: through the ring, on the host's threads, or both.
@@ -508,7 +535,7 @@ impl Optimizer {
         inputs: &StepInputs,
         compute: &Stream,
     ) -> Result<()> {
-        pipeline.map_or(Ok(()), Pipeline::begin)?;
+        pipeline.into_iter().for_each(Pipeline::begin);
         match (hybrid, pipeline) {
             (Some(hybrid), pipeline) => hybrid.run(steps, pipeline, inputs, compute, None),
             (None, Some(pipeline)) => steps.iter().try_for_each(|step| streamed::run(pipeline, *step, inputs, compute)),
@@ -671,18 +698,6 @@ impl Optimizer {
     /// Bytes that are pinned for it.
     pub fn pinned_bytes(&self) -> u64 {
         self.lock().pinned_bytes()
-    }
-
-    /// Keeps the spans of the next steps' stages, at most this many for each; see [`Pipeline::set_trace`].
-    pub fn set_trace(&self, spans: usize) {
-        if let Some(pipeline) = &self.lock().pipeline {
-            pipeline.set_trace(spans);
-        }
-    }
-
-    /// The spans of the last step, after [`Self::synchronize`].
-    pub fn trace(&self) -> Trace {
-        self.lock().pipeline.as_ref().map_or_else(Trace::default, |pipeline| pipeline.trace())
     }
 
     /// Slots of the ring, and of the host's ring, that nobody owns: all of them between steps of all that share them.

@@ -164,6 +164,13 @@ impl<'a> TableStep<'a> {
         with_grad.map(|piece| state_bytes(columns, piece.elements)).sum()
     }
 
+    /// Bytes of state of all tensors with a gradient.
+    pub(super) fn state_bytes(&self) -> u64 {
+        let tensors = self.plan().tensors().iter().enumerate();
+        let with_grad = tensors.filter(|(tensor, _)| self.binding(*tensor).is_some());
+        with_grad.map(|(_, spec)| state_bytes(&spec.columns, spec.elements)).sum()
+    }
+
     /// Refuses tensors that are not the planned ones, before anything is touched.
     pub(super) fn check(&self) -> Result<()> {
         let (planned, given) = (self.plan().tensors(), &self.input.tensors);

@@ -6,6 +6,7 @@ use super::segments::{Operand, Segments, StepInputs, TableStep};
 use crate::error::Result;
 use crate::flow::Pipeline;
 use crate::plan::Chunk;
+use crate::trace::{self, Kind, Label, Span};
 
 /// Updates all tensors of a table that have a gradient, on `compute`, and returns when the last update was submitted; at
 /// most as many stores as there are slots are then still under way.
@@ -30,7 +31,12 @@ pub(super) fn run_chunk(
     let bucket = &step.plan().buckets()[chunk.bucket];
     if bucket.columns.is_empty() && !bucket.on_host {
         // Nothing travels.
-        return launch(&segments(step, chunk, None)?);
+        let traced = trace::timed(pipeline.device(), compute, None);
+        launch(&segments(step, chunk, None)?)?;
+        if let Some(traced) = traced {
+            traced.end(compute, in_place(0, pipeline.owner()));
+        }
+        return Ok(());
     }
     let (slot, prepared) = pipeline.acquire_while(|memory| -> Result<_> {
         Ok((ChunkCopies::new(step, chunk)?, segments(step, chunk, Some(memory))?))
@@ -42,6 +48,11 @@ pub(super) fn run_chunk(
     let slot = pipeline.store(slot, &store.slot, &store.host, index, step.payload_bytes(chunk))?;
     pipeline.release(slot);
     Ok(())
+}
+
+/// What a trace shows of an update of state that stays where it is.
+pub(super) fn in_place(bytes: u64, owner: u32) -> Span {
+    Span { bytes, owner, ..Span::new(Kind::Update, Label::Words("state on the device")) }
 }
 
 /// Adds the segments of a chunk that has no columns and stays where it is.

@@ -6,6 +6,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
 
 use forebay_device::update::MASTER;
 use forebay_device::{Buffer, Column, Region, Rule, SharedDevice, Slab, SlabLayout};
@@ -15,6 +16,7 @@ use crate::error::{Error, Result};
 use crate::memory::{Allocator, Lease};
 use crate::plan::{Chunk, Piece, StepPlan, TensorSpec};
 use crate::snapshot::{Snapshot, Stepping};
+use crate::trace::{self, Reason};
 
 /// Bytes of a step counter, an f32.
 const COUNTER_BYTES: u64 = 4;
@@ -155,6 +157,9 @@ impl StateTable {
             let (stalls, stall_ns) = snapshot.protect(region);
             self.save.stalls.fetch_add(stalls, Relaxed);
             self.save.stall_ns.fetch_add(stall_ns, Relaxed);
+            if stalls > 0 {
+                trace::waited(Duration::from_nanos(stall_ns), Reason::Save, "wait for a save", 0);
+            }
         }
     }
 

@@ -21,6 +21,7 @@ use super::{SLOTS, SleepStreams};
 use crate::error::{Error, Result};
 use crate::flow::{InFlight, Mark, Ring, RingUser};
 use crate::sync::{Condvar, Mutex, lock};
+use crate::trace::{self, Kind, Label, Reason, Span};
 
 /// Which way the bytes go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -156,6 +157,13 @@ impl Transfer {
 
     /// Blocks until a batch has arrived, whole. Then nothing touches its memory any more.
     pub fn wait(&self, batch: usize) -> Result<()> {
+        let waiting = trace::wait();
+        let arrived = self.arrive(batch);
+        waiting.end(Reason::Sleep, "wait for a batch", 0);
+        arrived
+    }
+
+    fn arrive(&self, batch: usize) -> Result<()> {
         let mut progress = lock(&self.core.progress);
         let ends = loop {
             match (progress.issued.get(batch), &progress.failed) {
@@ -249,8 +257,8 @@ impl TransferCore {
     fn work(&self, batches: &mpsc::Receiver<Batch>) {
         let ring = Ring::new(SLOTS);
         let user = ring.join();
-        for batch in batches {
-            let outcome = self.issue((&ring, user), batch);
+        for (number, batch) in batches.into_iter().enumerate() {
+            let outcome = self.issue((&ring, user), batch, number);
             match outcome {
                 Ok(ends) => {
                     lock(&self.progress).issued.push(ends);
@@ -261,16 +269,22 @@ impl TransferCore {
         }
     }
 
-    fn issue(&self, (ring, user): (&Ring<Arc<Mark>>, RingUser), batch: Batch) -> Result<[Arc<Mark>; 2]> {
+    fn issue(&self, (ring, user): (&Ring<Arc<Mark>>, RingUser), batch: Batch, number: usize) -> Result<[Arc<Mark>; 2]> {
         if let Some(after) = batch.after {
             self.wait_for(&after)?;
         }
+        let traced = trace::timed(&self.device, self.copying(), None);
         for (one, slab) in &batch.moves {
             let (slot, _) = ring.acquire()?;
             let issued = self.issue_move(slot, one, slab, &batch.regions);
             // A move that was refused half way may have left work on the slot: it is not used again, the transfer ends.
             ring.give_back(user, InFlight::until(slot, self.streams.slots[slot][1].clone()));
             issued?;
+        }
+        if let Some(traced) = traced {
+            let kind = if self.direction == Direction::Sleep { Kind::Sleep } else { Kind::Wake };
+            let (bytes, chunk) = (batch.regions.iter().map(Region::bytes).sum(), Some(number as u32));
+            traced.end(self.copying(), Span { bytes, chunk, ..Span::new(kind, Label::Batch) });
         }
         let ends = [self.streams.marks.take()?, self.streams.marks.take()?];
         ends[0].record(self.copying())?;

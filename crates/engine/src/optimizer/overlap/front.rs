@@ -105,7 +105,7 @@ impl OpenStep {
 }
 
 impl Overlap {
-    pub(super) fn new(device: &SharedDevice) -> Result<Self> {
+    pub(super) fn new(device: &SharedDevice, owner: u32) -> Result<Self> {
         let marks = Marks::new(device.clone());
         let overlap = Self {
             points: Arc::new(Points::new(&marks)?),
@@ -125,6 +125,7 @@ impl Overlap {
             points: overlap.points.clone(),
             handover: overlap.handover.clone(),
             report: overlap.report.clone(),
+            owner,
         };
         let thread = Cores::here().spawn("forebay-overlap", move || worker.run())?;
         *lock(&overlap.thread) = Some(thread);

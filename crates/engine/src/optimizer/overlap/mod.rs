@@ -45,6 +45,7 @@ use super::{Optimizer, OptimizerInner, StepFlags};
 use crate::error::{Error, Result};
 use crate::plan::StepPlan;
 use crate::sync::lock;
+use crate::trace::{self, Kind, Label, Reason, Span};
 
 impl Optimizer {
     /// What overlapped steps need, if there was one.
@@ -57,7 +58,7 @@ impl Optimizer {
         match self.overlap.get() {
             Some(overlap) => Ok(overlap),
             None => {
-                let made = Overlap::new(&self.device)?;
+                let made = Overlap::new(&self.device, self.owner)?;
                 Ok(self.overlap.get_or_init(|| made))
             }
         }
@@ -291,9 +292,16 @@ impl Optimizer {
             return Ok(false);
         }
         let tensors = homes.map(|homes| overlap.numbers(homes));
+        let waiting = trace::wait();
         let (point, waited) = overlap.handover.wait(tensors.as_deref())?;
         let stream = stream.filter(|_| !lock(&overlap.front).on_host);
+        let ordered = stream.and_then(|stream| trace::timed(&self.device, stream, None));
         let under_way = overlap.order(point, stream)?;
+        waiting.end(Reason::Weights, "wait for weights", self.owner);
+        if let (Some(ordered), Some(stream), true) = (ordered, stream, under_way) {
+            let wait = Span::new(Kind::Wait, Label::Words("wait for weights"));
+            ordered.end(stream, Span { reason: Some(Reason::Weights), owner: self.owner, ..wait });
+        }
         if !under_way && overlap.points.latest() == point {
             overlap.handover.reached(point);
         }

@@ -5,12 +5,13 @@ use std::sync::Arc;
 
 use forebay_device::{Region, Scalars};
 
-use super::schedule::{Layout, Need, Schedule};
+use super::schedule::{Layout, Need, Part, Schedule};
 use crate::error::{Error, Result};
 use crate::flow::{Mark, Pipeline};
 use crate::optimizer::hybrid::Hybrid;
 use crate::optimizer::segments::{Binding, StepInputs, TableInput, TableStep};
 use crate::optimizer::table::StateTable;
+use crate::plan::state_bytes;
 
 /// At most so many offered gradients are looked at in a row when none of them is final.
 const LOOKS: usize = 16;
@@ -102,6 +103,16 @@ impl Step {
     pub(super) fn table(&self, table: usize) -> TableStep<'_> {
         let landed = self.landed.get(table).map_or(&[][..], Vec::as_slice);
         TableStep { table: &self.tables[table], input: &self.inputs[table], landed }
+    }
+
+    /// Bytes of the state of a unit whose state is on the device.
+    pub(super) fn state_bytes(&self, unit: usize) -> u64 {
+        let of = &self.schedule.layout().units[unit];
+        let specs = self.tables[of.table].plan().tensors();
+        match of.part {
+            Part::Tensor(tensor) => state_bytes(&specs[tensor].columns, specs[tensor].elements),
+            Part::Chunk(_) => 0,
+        }
     }
 
     pub(super) fn take_offer(&mut self, offer: Offer) {

@@ -20,6 +20,7 @@ use crate::optimizer::segments::{Segments, TableStep};
 use crate::optimizer::streamed;
 use crate::snapshot::Stepping;
 use crate::sync::{Mutex, lock};
+use crate::trace;
 
 /// How long the thread sleeps between two looks at gradients that are not final yet.
 const NAP: Duration = Duration::from_micros(50);
@@ -36,6 +37,8 @@ pub(super) struct Worker {
     pub(super) points: Arc<Points>,
     pub(super) handover: Arc<Handover<Message>>,
     pub(super) report: Arc<Mutex<Report>>,
+    /// Whose steps they are, for a trace.
+    pub(super) owner: u32,
 }
 
 /// What a step has come to.
@@ -47,6 +50,7 @@ enum Ended {
 impl Worker {
     /// Works off steps until the optimizer goes.
     pub(super) fn run(self) {
+        trace::in_background();
         let mut mail = Vec::new();
         while self.handover.take(&mut mail, Sleep::UntilMail) {
             let mut messages = std::mem::take(&mut mail).into_iter();
@@ -63,7 +67,7 @@ impl Worker {
 
     fn work(&self, step: &mut Step, mut mail: Vec<Message>) -> Result<Ended> {
         let _entered = self.device.enter()?;
-        step.pipeline.as_ref().map_or(Ok(()), |pipeline| pipeline.begin())?;
+        step.pipeline.iter().for_each(|pipeline| pipeline.begin());
         step.tables.iter().for_each(|table| table.count_stalls());
         // A save pauses while there is something to submit.
         let mut stepping: Vec<Stepping> = Vec::new();
@@ -126,7 +130,7 @@ impl Worker {
     /// Submits tensors whose state is on the device, those needed first; as many as one launch should have.
     fn run_resident(&self, step: &mut Step) -> Result<bool> {
         let (mut segments, mut elements) = (Segments::default(), 0);
-        let mut rule = None;
+        let (mut rule, mut bytes) = (None, 0);
         while elements < BATCH_ELEMENTS
             && let Some(unit) = step.schedule.next(false)
         {
@@ -139,11 +143,16 @@ impl Worker {
             }
             rule = Some(table.table.rule());
             elements += of.elements;
+            bytes += step.state_bytes(unit);
             step.schedule.ran(unit);
             lock(&self.report).ran(unit, 0, late);
         }
         let Some(rule) = rule else { return Ok(false) };
+        let traced = trace::timed(&self.device, &self.stream, None);
         step.values.launch(&*self.device, &self.stream, rule, &segments)?;
+        if let Some(traced) = traced {
+            traced.end(&self.stream, streamed::in_place(bytes, self.owner));
+        }
         Ok(true)
     }
 
