@@ -41,7 +41,7 @@ function open(canvas, height) {
 }
 
 // The time axis with lines down the chart, and the ends of steps.
-function axis(chart, top) {
+function axis(chart) {
   const { pen, left, room, height, x } = chart;
   let step = 10 ** Math.floor(Math.log10((view.to - view.from) * 90 / room));
   step *= [1, 2, 5, 10].find((factor) => step * factor * room / (view.to - view.from) >= 70) || 10;
@@ -50,16 +50,16 @@ function axis(chart, top) {
   for (let at = Math.ceil((view.from - view.begin) / step) * step; at <= view.to - view.begin; at += step) {
     const place = Math.round(x(at + view.begin)) + 0.5;
     pen.fillStyle = colour.grid;
-    pen.fillRect(place, top ? AXIS - 8 : 0, 1, height);
+    pen.fillRect(place, AXIS - 8, 1, height);
     pen.fillStyle = colour.muted;
     const label = clock(at, step);
-    if (top && place + pen.measureText(label).width < left + room) pen.fillText(label, place + 4, AXIS / 2 - 1);
+    if (place + pen.measureText(label).width < left + room) pen.fillText(label, place + 4, AXIS / 2 - 1);
   }
   // The ends of steps, where they are not too close to be seen apart.
   const steps = view.ranks[0].steps.filter((one) => one.to >= view.from && one.to <= view.to);
   if (steps.length > room / 16) return;
   pen.globalAlpha = 0.6;
-  for (const one of steps) pen.fillRect(Math.round(x(one.to)), top ? AXIS - 4 : 0, 1, height);
+  for (const one of steps) pen.fillRect(Math.round(x(one.to)), AXIS - 4, 1, height);
   pen.globalAlpha = 1;
 }
 
@@ -81,7 +81,7 @@ function layout() {
 function drawRows() {
   const { placed, height, narrow } = layout();
   const chart = open(document.getElementById("rows"), height), { pen, left, width } = chart;
-  axis(chart, true);
+  axis(chart);
   pen.save();
   pen.beginPath();
   pen.rect(left, 0, width - left, height);
@@ -187,8 +187,8 @@ function drawWire() {
   const strips = view.ranks.flatMap((rank) => [
     [rank, "to the device", rank.toDevice, "fetch", rank.limit && rank.limit.fetch_gbps],
     [rank, "from the device", rank.fromDevice, "store", rank.limit && rank.limit.store_gbps]]);
-  const chart = open(document.getElementById("wire-chart"), strips.length * STRIP), { pen, left, width, time, x } = chart;
-  axis(chart, false);
+  const chart = open(document.getElementById("wire-chart"), AXIS + strips.length * STRIP), { pen, left, width, time, x } = chart;
+  axis(chart);
   strips.forEach(([rank, name, parts, kind, limit], number) => {
     const rates = [];
     for (let column = left; column < width; column++) {
@@ -198,15 +198,15 @@ function drawWire() {
     const highest = Math.max(...rates), most = Math.max(highest, limit ? limit * 1.1 : 0);
     const labels = [`max ${highest.toFixed(1)} GB/s`];
     if (limit) labels.push(`- - limit ${limit.toFixed(1)}`);
-    strip(chart, number * STRIP, rankName(rank, name), most, labels, (height, below) => {
+    strip(chart, AXIS + number * STRIP, rankName(rank, name), most, labels, (height, below) => {
       pen.fillStyle = colour[`c-${kind}`];
       rates.forEach((rate, place) => { if (rate > 0) pen.fillRect(left + place, height(rate), 1, below - height(rate)); });
       if (!limit) return;
       pen.strokeStyle = colour.limit;
       pen.setLineDash([5, 4]);
       pen.beginPath();
-      pen.moveTo(left, height(limit));
-      pen.lineTo(width, height(limit));
+      pen.moveTo(left, Math.round(height(limit)) + 0.5);
+      pen.lineTo(width, Math.round(height(limit)) + 0.5);
       pen.stroke();
       pen.setLineDash([]);
     });
@@ -218,11 +218,11 @@ function drawMemory() {
   const canvas = document.getElementById("memory-chart");
   canvas.hidden = strips.length === 0;
   if (canvas.hidden) return;
-  const chart = open(canvas, strips.length * STRIP), { pen, left, width, x, time } = chart;
-  axis(chart, false);
+  const chart = open(canvas, AXIS + strips.length * STRIP), { pen, left, width, x, time } = chart;
+  axis(chart);
   strips.forEach(([rank, counter], number) => {
     const most = counter.series.reduce((high, one) => one.value.reduce((a, b) => Math.max(a, b), high), 0);
-    strip(chart, number * STRIP, rankName(rank, counter.name), most, [`max ${size(most)}`], (height) => {
+    strip(chart, AXIS + number * STRIP, rankName(rank, counter.name), most, [`max ${size(most)}`], (height) => {
       let key = width - 4;
       counter.series.forEach((one, place) => {
         pen.strokeStyle = pen.fillStyle = colour[`s-${place % 4}`];
@@ -242,7 +242,7 @@ function drawMemory() {
         pen.stroke();
         pen.setLineDash([]);
         pen.textAlign = "right";
-        const base = number * STRIP + STRIP - 7;
+        const base = AXIS + number * STRIP + STRIP - 7;
         pen.fillText(one.name, key, base);
         key -= pen.measureText(one.name).width + 6;
         pen.fillRect(key - 14, base - 1, 14, 2);
