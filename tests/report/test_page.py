@@ -229,14 +229,14 @@ def test_many_spans_in_a_pixel_are_summed_up(page: Browser) -> None:
 
 def test_everything_is_reached_and_done_with_keys(page: Browser) -> None:
     reached = []
-    for _ in range(30):
+    for _ in range(9 + 7):
         page.call("Input.dispatchKeyEvent", type="keyDown", key="Tab", code="Tab", windowsVirtualKeyCode=9)
         page.call("Input.dispatchKeyEvent", type="keyUp", key="Tab", code="Tab", windowsVirtualKeyCode=9)
-        reached.append(page.evaluate("document.activeElement.id || document.activeElement.textContent"))
+        reached.append(page.evaluate("document.activeElement.id || document.activeElement.textContent.slice(0, 20)"))
         style = page.evaluate("(s => [s.outlineStyle, s.outlineWidth])(getComputedStyle(document.activeElement))")
         assert style[0] != "none", f"{reached[-1]} shows no focus"
         assert style[1] != "0px", f"{reached[-1]} shows no focus"
-    assert ["Zoom in", "Zoom out", "\u2190", "\u2192", "All", "Next step", "rows"] == reached[9:16], reached
+    assert ["Zoom in", "Zoom out", "\u2190", "\u2192", "All", "Next step", "rows"] == reached[9:], reached
     page.evaluate("document.getElementById('rows').focus()")
     whole = visible(page)
     page.key("+")

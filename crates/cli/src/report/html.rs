@@ -18,45 +18,50 @@ pub(super) fn escape(text: &str) -> String {
     safe
 }
 
+/// More rows than this scroll in a box of their own.
+const TALL: usize = 24;
+
 /// A table whose first column names its rows, and whose other columns are numbers unless their title begins with a `<`.
 pub(super) struct Table {
-    text: String,
+    caption: String,
+    head: String,
+    body: String,
+    rows: usize,
     /// Whether each column is text.
     texts: Vec<bool>,
 }
 
+fn class(is_text: bool) -> &'static str {
+    if is_text { " class=\"text\"" } else { "" }
+}
+
 impl Table {
     pub(super) fn new(caption: &str, titles: &[&str]) -> Self {
-        let mut text = format!(
-            "<div class=\"scroll\" tabindex=\"0\" role=\"region\" aria-label=\"{0}\"><table><caption>{0}</caption><thead><tr>",
-            escape(caption)
-        );
-        let mut texts = Vec::new();
-        for (place, title) in titles.iter().enumerate() {
-            let is_text = place == 0 || title.starts_with('<');
-            let class = if is_text { " class=\"text\"" } else { "" };
-            let _ = write!(text, "<th scope=\"col\"{class}>{}</th>", escape(title.trim_start_matches('<')));
-            texts.push(is_text);
-        }
-        text.push_str("</tr></thead><tbody>");
-        Self { text, texts }
+        let texts: Vec<bool> = (0..titles.len()).map(|place| place == 0 || titles[place].starts_with('<')).collect();
+        let cell = |(title, is_text): (&&str, &bool)| {
+            format!("<th scope=\"col\"{}>{}</th>", class(*is_text), escape(title.trim_start_matches('<')))
+        };
+        let head = titles.iter().zip(&texts).map(cell).collect();
+        Self { caption: escape(caption), head, body: String::new(), rows: 0, texts }
     }
 
     pub(super) fn row(&mut self, cells: &[String]) {
-        self.text.push_str("<tr>");
-        for (place, cell) in cells.iter().enumerate() {
-            let class = if self.texts.get(place) == Some(&true) { " class=\"text\"" } else { "" };
-            let _ = match place {
-                0 => write!(self.text, "<th scope=\"row\"{class}>{}</th>", escape(cell)),
-                _ => write!(self.text, "<td{class}>{}</td>", escape(cell)),
-            };
+        self.rows += 1;
+        self.body.push_str("<tr>");
+        for (place, (cell, is_text)) in cells.iter().zip(&self.texts).enumerate() {
+            let (begin, end) = if place == 0 { ("th scope=\"row\"", "th") } else { ("td", "td") };
+            let _ = write!(self.body, "<{begin}{}>{}</{end}>", class(*is_text), escape(cell));
         }
-        self.text.push_str("</tr>");
+        self.body.push_str("</tr>");
     }
 
-    pub(super) fn end(mut self) -> String {
-        self.text.push_str("</tbody></table></div>\n");
-        self.text
+    pub(super) fn end(self) -> String {
+        let Self { caption, head, body, rows, .. } = self;
+        let tall = if rows > TALL { " tall" } else { "" };
+        format!(
+            "<div class=\"scroll{tall}\" tabindex=\"0\" role=\"region\" aria-label=\"{caption}\"><table><caption>{caption}\
+             </caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>\n"
+        )
     }
 }
 

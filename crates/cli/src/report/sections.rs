@@ -115,7 +115,7 @@ pub(super) fn summary(report: &Report) -> String {
     let own = by_rank(report, |_, computed| {
         let none = "<p>The trace has no whole step, so there is nothing to compare: record at least one step.</p>";
         let advice = if computed.advice.is_empty() { none.to_owned() } else { sentences(&computed.advice) };
-        advice + &tiles(computed)
+        format!("<div data-own>{advice}</div>{}", tiles(computed))
     });
     text + &own
 }
@@ -222,7 +222,8 @@ pub(super) fn exposed(report: &Report) -> String {
             seconds(figures.exposed_s),
             seconds(figures.seconds)
         ));
-        total + &table.end() + &folded("Waits of each step", figures.steps.len(), &steps.end())
+        let steps = folded("Waits of each step", figures.steps.len(), &steps.end());
+        format!("{total}<div class=\"parts\">{}{steps}</div>", table.end())
     })
 }
 
@@ -314,7 +315,8 @@ pub(super) fn plan(report: &Report) -> String {
                     seconds(layer.stall_s),
                 ]);
             }
-            text += &(passes.end() + &folded(&count(plan.layers.len(), "layer"), plan.layers.len(), &table.end()));
+            let layers = folded(&count(plan.layers.len(), "layer"), plan.layers.len(), &table.end());
+            text += &format!("<div class=\"parts\">{}{layers}</div>", passes.end());
         }
         for part in rank.about.activations.iter().filter(|part| !part.explain.is_empty()) {
             let explain = format!("<pre tabindex=\"0\">{}</pre>", escape(&part.explain));
