@@ -278,7 +278,9 @@ def main() -> int:
     print(f"wrote {numbers} and {table}")
     report = [sys.executable, "-m", "forebay", "report", trace, "-o", page]
     subprocess.run(report, check=True, stdout=subprocess.DEVNULL)
-    print(f"wrote {trace} and {page}: what the streamed run did when, and what it waited for; open the page in a browser")
+    print(
+        f"wrote {trace} and {page}: what the streamed run did when, and what it waited for; open the page in a browser"
+    )
     if not holds:
         print("error: parameters differ that must be equal, bit for bit", file=sys.stderr)
     return 0 if holds else 1

@@ -91,7 +91,9 @@ class Browser:
         text, _, self._rest = self._rest.partition(b"\0")
         return json.loads(text)
 
-    def open(self, path: Path, *, width: int = 1280, height: int = 900, dark: bool = False, touch: bool = False) -> None:
+    def open(
+        self, path: Path, *, width: int = 1280, height: int = 900, dark: bool = False, touch: bool = False
+    ) -> None:
         """Open a file in a new page and wait until it is drawn."""
         self._session = None
         self.events.clear()
@@ -108,7 +110,9 @@ class Browser:
 
     def resize(self, width: int, height: int) -> None:
         """Set the size of the window."""
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500)
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 500
+        )
 
     def dark(self, dark: bool) -> None:
         """Ask for the dark colours or for the light ones."""
@@ -171,4 +175,6 @@ class Browser:
 
     def requests(self) -> list[str]:
         """Return the addresses that were asked for."""
-        return [event["params"]["request"]["url"] for event in self.events if event["method"] == "Network.requestWillBeSent"]
+        return [
+            event["params"]["request"]["url"] for event in self.events if event["method"] == "Network.requestWillBeSent"
+        ]

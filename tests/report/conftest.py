@@ -29,7 +29,13 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[dict[str, Any]],
     def page(trace: dict[str, Any]) -> Path:
         folder = tmp_path_factory.mktemp("page")
         (folder / "run.json").write_text(json.dumps(trace))
-        command = [Path(sys.executable).with_name("forebay"), "report", folder / "run.json", "-o", folder / "report.html"]
+        command = [
+            Path(sys.executable).with_name("forebay"),
+            "report",
+            folder / "run.json",
+            "-o",
+            folder / "report.html",
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return folder / "report.html"
@@ -47,3 +53,10 @@ def plain(make: Callable[[dict[str, Any]], Path]) -> Path:
 def merged(make: Callable[[dict[str, Any]], Path]) -> Path:
     """Return the page of two ranks, of which the second is slower."""
     return make(traces.merged([traces.plain(0), traces.plain(1, slow=1.2)]))
+
+
+@pytest.fixture
+def page(browser: Browser, plain: Path) -> Browser:
+    """Return a browser that shows the page of one rank."""
+    browser.open(plain)
+    return browser

@@ -93,7 +93,11 @@ def about(rank: int, seconds: float, layers: int, limit: bool) -> dict[str, Any]
     """Return what a rank says about itself."""
     plan_layers = [
         {"word": "offload" if layer < layers - 2 else "keep", "recompute": False, "kept_bytes": 8 * MIB}
-        | {"offloaded_bytes": 192 * MIB if layer < layers - 2 else 0, "forward_ns": 10_000_000, "backward_ns": 20_000_000}
+        | {
+            "offloaded_bytes": 192 * MIB if layer < layers - 2 else 0,
+            "forward_ns": 10_000_000,
+            "backward_ns": 20_000_000,
+        }
         | {"recompute_ns": 0, "stall_ns": 300_000 if layer == 1 else 0}
         for layer in range(layers)
     ]
