@@ -49,11 +49,8 @@ fn read(path: &Path) -> Result<(String, Value), Failure> {
     };
     let bytes = std::fs::read(path).map_err(refused)?;
     let trace = serde_json::from_slice(&bytes).map_err(|error| {
-        Failure::Engine(Error::InvalidOption {
-            option: "trace",
-            value: name.clone(),
-            remedy: format!("it is not JSON ({error}); give files that forebay.trace has written"),
-        })
+        let text = format!("it is not JSON ({error}); give files that forebay.trace has written");
+        Failure::Engine(Error::File { action: "merge", path: name.clone(), errno: None, text })
     })?;
     Ok((name, trace))
 }

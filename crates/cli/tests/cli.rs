@@ -35,7 +35,8 @@ fn help_lists_every_command_and_option() {
     let shared = ["--device", "--link-gbps", "--link-shared", "--json", "--help"];
     let step = ["--model", "--params", "--chunk-bytes", "--slots", "--steps", "--trace"];
     for (args, names) in [
-        ("--help", vec!["probe", "plan", "bench", "--version", "--help"]),
+        ("--help", vec!["probe", "plan", "bench", "trace", "--version", "--help"]),
+        ("trace merge --help", vec!["--output", "<TRACES>..."]),
         ("help", vec!["probe", "bench"]),
         ("bench --help", vec!["step"]),
         ("probe --help", shared.to_vec()),
@@ -219,22 +220,27 @@ fn json_and_trace_go_to_files_beside_the_table() {
     assert!(result.get("trace").is_none(), "the spans have a file of their own");
 
     let trace: Value = serde_json::from_slice(&fs::read(trace).unwrap()).unwrap();
-    check_trace(trace.as_array().unwrap(), chunks, count(&result, "slots"));
+    check_trace(&trace, chunks, count(&result, "slots"));
 }
 
-/// Three events for each chunk, as Chrome's format has them, and each chunk's stages one after the other.
-fn check_trace(events: &[Value], chunks: u64, slots: u64) {
-    assert_eq!(events.len() as u64, 3 * chunks);
+/// Three spans for each chunk, as Chrome's format has them, and each chunk's stages one after the other.
+fn check_trace(trace: &Value, chunks: u64, slots: u64) {
+    assert_eq!((&trace["forebay"]["schema"], &trace["forebay"]["dropped"]), (&1.into(), &0.into()));
     let mut stages: HashMap<(String, String), (f64, f64)> = HashMap::new();
-    for event in events {
+    for event in trace["traceEvents"].as_array().unwrap() {
+        let category = event["cat"].as_str().unwrap_or_default();
+        if !["fetch", "update", "store"].contains(&category) {
+            continue;
+        }
         assert_eq!(event["ph"], "X", "{event}");
-        assert!(event["pid"].is_u64() && event["tid"] == event["cat"], "{event}");
+        assert!(event["pid"] == 0 && event["tid"].is_u64(), "{event}");
         assert!(count(&event["args"], "slot") < slots && count(&event["args"], "bytes") > 0, "{event}");
         let (start, length) = (number(event, "ts"), number(event, "dur"));
         assert!(start >= 0.0 && length >= 0.0, "{event}");
-        let key = (event["name"].as_str().unwrap().to_owned(), event["cat"].as_str().unwrap().to_owned());
+        let key = (event["name"].as_str().unwrap().to_owned(), category.to_owned());
         assert!(stages.insert(key, (start, start + length)).is_none(), "twice: {event}");
     }
+    assert_eq!(stages.len() as u64, 3 * chunks);
     for chunk in 0..chunks {
         let stage = |name: &str| stages[&(format!("chunk {chunk}"), name.to_owned())];
         let [fetch, update, store] = ["fetch", "update", "store"].map(stage);
@@ -242,6 +248,44 @@ fn check_trace(events: &[Value], chunks: u64, slots: u64) {
         let after = |first: (f64, f64), second: (f64, f64)| first.1 <= second.0 + 0.01;
         assert!(after(fetch, update) && after(update, store), "chunk {chunk}: {fetch:?} {update:?} {store:?}");
     }
+}
+
+#[test]
+fn traces_of_ranks_are_merged_and_others_are_refused() {
+    let folder = folder("merge");
+    let path = |name: &str| folder.join(name).display().to_string();
+    let trace = |rank: u64, zero: u64| {
+        format!(
+            r#"{{"traceEvents": [{{"ph": "X", "pid": {rank}, "tid": 1, "ts": 1.5, "dur": 2.0, "name": "step"}}],
+            "forebay": {{"schema": 1, "rank": {rank}, "zero_unix_ns": {zero}}}}}"#
+        )
+    };
+    fs::write(path("a.json"), trace(0, 1_700_000_000_000_000_000)).unwrap();
+    fs::write(path("b.json"), trace(1, 1_700_000_000_000_250_000)).unwrap();
+    fs::write(path("text.json"), "no JSON").unwrap();
+    fs::write(path("other.json"), "{\"traceEvents\": []}").unwrap();
+    let (a, b, all) = (path("a.json"), path("b.json"), path("all.json"));
+    let printed = said(&format!("trace merge {b} {a} -o {all}"));
+    assert!(printed.contains("2 ranks, 2 events"), "{printed}");
+    let merged: Value = serde_json::from_slice(&fs::read(&all).unwrap()).unwrap();
+    let times: Vec<f64> = merged["traceEvents"].as_array().unwrap().iter().map(|event| number(event, "ts")).collect();
+    assert_eq!(times, [1.5, 251.5]);
+    assert_eq!(merged["forebay"]["ranks"][1]["rank"], 1);
+    for (inputs, output, words) in [
+        (vec![&a, &a], "x.json", "rank 0 too"),
+        (vec![&a, &all], "x.json", "no trace of one rank"),
+        (vec![&path("other.json")], "x.json", "no trace of one rank"),
+        (vec![&path("text.json")], "x.json", "not JSON"),
+        (vec![&path("absent.json")], "x.json", "cannot read"),
+        (vec![&a, &b], "absent/x.json", "cannot write"),
+        (vec![&a, &b], "a.json", "it is also read"),
+    ] {
+        let inputs: Vec<&str> = inputs.into_iter().map(String::as_str).collect();
+        // Which file is written is an option; what is in the others is not.
+        let code = if output == "a.json" { 2 } else { 1 };
+        refused_at_once(&format!("trace merge {} -o {}", inputs.join(" "), path(output)), code, &[words]);
+    }
+    assert!(!folder.join("x.json").exists() && fs::read_to_string(&a).unwrap() == trace(0, 1_700_000_000_000_000_000));
 }
 
 #[test]

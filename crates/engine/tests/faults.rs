@@ -7,6 +7,7 @@ use common::{Subject, device_error};
 use forebay::device::fault::{Call, Misbehaviour};
 use forebay::device::{CpuDevice, CpuOptions, Error};
 use forebay::optimizer::{Optimizer, OptimizerOptions, Placement};
+use forebay::trace::{self, TraceOptions};
 
 forebay_device::on_devices! {
     every:
@@ -47,12 +48,14 @@ fn refuse_every_times(on: &Subject, call: Call, times: u64, scenario: &Scenario,
     let on = on.another();
     let rig = Rig::new(&on, scenario.clone(), 2).warm();
     let chunks = rig.plan().chunks().len() as u64;
-    rig.optimizer.set_trace(if traced { 1000 } else { 0 });
     for nth in 0.. {
+        // A trace of its own for each attempt: it sets its clock before anything is refused.
+        let recorder = traced.then(|| trace::start(TraceOptions { capacity: 1000 }).unwrap());
         rig.step(0).unwrap();
         (nth..nth + times).for_each(|nth| on.fault.on(call, nth, Misbehaviour::Fail));
         let outcome = rig.step(1);
         on.fault.clear();
+        recorder.inspect(|recorder| drop(recorder.stop()));
         rig.assert_idle();
         if outcome.is_ok() {
             assert!(nth >= chunks, "a step makes more {call:?} calls than {nth}");

@@ -16,6 +16,7 @@ use forebay::device::fault::{Call, Misbehaviour};
 use forebay::device::{Buffer, Dtype, Region};
 use forebay::optimizer::Optimizer;
 use forebay::snapshot::{PAGE_BYTES, Snapshot};
+use forebay::trace::{self, Kind, Reason, TraceOptions};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
@@ -359,6 +360,7 @@ fn without_a_budget_the_step_waits_for_the_saver(on: &Subject) {
     let snapshot = snapshot(&rig, 256, 255);
     let (go, paused, saver) = led_saver(&snapshot, &rig);
     paused.recv().unwrap();
+    let recorder = trace::start(TraceOptions::default()).unwrap();
     std::thread::scope(|scope| {
         let (end, ended) = channel::<()>();
         let stepping = scope.spawn(|| {
@@ -375,6 +377,12 @@ fn without_a_budget_the_step_waits_for_the_saver(on: &Subject) {
     let stats = snapshot.stats();
     assert_eq!((stats.copied_bytes, stats.block_bytes), (0, 0));
     assert!(stats.stalls > 0 && stats.stall_ns > 0, "{stats:?}");
+    let recording = recorder.stop();
+    let waits = recording.spans().filter(|span| span.kind == Kind::Wait && span.reason == Some(Reason::Save));
+    let waited: u64 = waits.map(|span| span.end_ns - span.start_ns).sum();
+    // Waits below 10 microseconds are not shown.
+    assert!(waited <= stats.stall_ns && waited + 10_000 * stats.stalls >= stats.stall_ns, "{waited} of {stats:?}");
+    assert!(waited > 0);
     rig.assert_exact(1);
 }
 

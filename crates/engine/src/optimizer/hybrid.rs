@@ -602,7 +602,7 @@ mod tests {
         let table = super::super::StateTable::pinned(&memory, rule, Arc::new(plan)).unwrap();
         let pipeline = Pipeline::new(&memory, options.slots, options.slot_bytes).unwrap();
         let share = HostShare::Fixed(0.5);
-        let hybrid = Hybrid::new(&memory, share, &HostOptions::default(), 0, options.slot_bytes).unwrap();
+        let hybrid = Hybrid::new(&memory, share, &HostOptions::default(), 0, options.slot_bytes, 0).unwrap();
         let compute = device.stream("compute").unwrap();
         let inputs = StepInputs { scalars: vec![rule.at_step(rule.defaults, 1, ELEMENTS)], ..StepInputs::default() };
         let region = || (Buffer::pageable(4 * ELEMENTS).unwrap().into_region(), Dtype::F32);

@@ -52,6 +52,6 @@ pub fn merge(traces: Vec<(String, Value)>) -> Result<Value> {
     }))
 }
 
-fn refused(name: &str, remedy: &str) -> Error {
-    Error::InvalidOption { option: "trace", value: name.to_owned(), remedy: remedy.to_owned() }
+fn refused(path: &str, text: &str) -> Error {
+    Error::File { action: "merge", path: path.to_owned(), errno: None, text: text.to_owned() }
 }

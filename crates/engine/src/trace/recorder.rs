@@ -289,3 +289,165 @@ impl Recorder {
         reached.into_iter().for_each(|span| self.push(span));
     }
 }
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::super::{Kind, Label, Pace, waited};
+    use super::*;
+    use crate::trace::{About, Reason, merge};
+    use std::time::Duration;
+
+    /// A process has one trace at a time.
+    fn alone() -> MutexGuard<'static, ()> {
+        static TURN: Mutex<()> = Mutex::new(());
+        lock(&TURN)
+    }
+
+    fn span(start_ns: u64, end_ns: u64, owner: u32) -> Span {
+        Span { start_ns, end_ns, owner, ..Span::new(Kind::Update, Label::Words("work")) }
+    }
+
+    fn owners(recording: &Recording) -> Vec<u32> {
+        recording.spans().map(|span| span.owner).collect()
+    }
+
+    #[test]
+    fn a_full_recorder_drops_the_oldest_and_counts_them() {
+        let _alone = alone();
+        let recorder = start(TraceOptions { capacity: 5 }).unwrap();
+        // Two counters are there from the beginning.
+        (0..5).for_each(|i| recorder.push(span(10 * u64::from(i), 10 * u64::from(i) + 5, i)));
+        assert_eq!(recorder.dropped(), 2);
+        (5..8).for_each(|i| recorder.push(span(10 * u64::from(i), 10 * u64::from(i) + 5, i)));
+        let recording = recorder.stop();
+        assert_eq!((owners(&recording), recording.dropped, recording.capacity), (vec![3, 4, 5, 6, 7], 5, 5));
+        assert!(recorder.stop().records.is_empty(), "it ends once");
+    }
+
+    #[test]
+    fn memory_is_taken_once() {
+        let _alone = alone();
+        let recorder = start(TraceOptions { capacity: 100 }).unwrap();
+        let before = lock(&recorder.records).kept.capacity();
+        (0..1000).for_each(|i| recorder.push(span(i, i + 1, 0)));
+        assert_eq!(lock(&recorder.records).kept.capacity(), before);
+        recorder.stop();
+    }
+
+    #[test]
+    fn records_of_several_threads_are_all_there_in_the_order_of_their_begins() {
+        let _alone = alone();
+        let recorder = start(TraceOptions::default()).unwrap();
+        std::thread::scope(|scope| {
+            for thread in 0..4u32 {
+                let recorder = &recorder;
+                scope.spawn(move || {
+                    for i in 0..1000 {
+                        let now = recorder.now_ns();
+                        recorder.push(span(now, now + i, thread));
+                    }
+                });
+            }
+        });
+        let recording = recorder.stop();
+        let mut counts = [0; 4];
+        owners(&recording).into_iter().for_each(|owner| counts[owner as usize] += 1);
+        assert_eq!((counts, recording.dropped), ([1000; 4], 0));
+        assert!(recording.records.is_sorted_by_key(Record::at_ns));
+    }
+
+    #[test]
+    fn a_process_has_one_trace_at_a_time_and_none_records_nothing() {
+        let _alone = alone();
+        waited(Duration::from_secs(1), Reason::Other, "before", 0);
+        assert!(current().is_none() && !is_on());
+        let recorder = start(TraceOptions::default()).unwrap();
+        let refused = start(TraceOptions::default()).unwrap_err().to_string();
+        assert!(refused.contains("one is being recorded already"), "{refused}");
+        assert!(start(TraceOptions { capacity: 0 }).unwrap_err().to_string().contains("capacity"));
+        waited(Duration::from_micros(50), Reason::Slot, "within", 3);
+        waited(Duration::from_micros(5), Reason::Slot, "too short to be one", 3);
+        let background = std::thread::spawn(|| {
+            super::super::in_background();
+            waited(Duration::from_millis(50), Reason::Slot, "of a thread of the engine's", 3);
+        });
+        background.join().unwrap();
+        let recording = recorder.stop();
+        assert_eq!(owners(&recording), [3]);
+        // The next one begins with nothing of it.
+        let next = start(TraceOptions::default()).unwrap();
+        assert_ne!(next.id(), recorder.id());
+        recorder.push(span(1, 2, 9));
+        assert!(owners(&next.stop()).is_empty());
+    }
+
+    #[test]
+    fn a_lane_is_timed_no_more_often_than_its_pace_and_loses_no_bytes() {
+        let pace = Pace::default();
+        let (mut timed, mut bytes) = (Vec::new(), 0);
+        for now_ns in (1000..100_000).step_by(1000) {
+            match pace.take(10_000, now_ns) {
+                Some(untimed) => {
+                    timed.push(now_ns);
+                    bytes += untimed + 7;
+                }
+                None => pace.skip(7),
+            }
+        }
+        assert!(timed.windows(2).all(|pair| pair[1] - pair[0] == 10_000), "{timed:?}");
+        assert_eq!(bytes + pace.take(10_000, 1_000_000).unwrap(), 99 * 7);
+        assert!(pace.take(10_000, 5).is_some(), "a later trace starts from 0");
+        assert!((0..9).all(|now_ns| Pace::default().take(0, now_ns) == Some(0)));
+    }
+
+    fn file(recording: &Recording, rank: u32) -> serde_json::Value {
+        let mut file = Vec::new();
+        recording.write(&mut file, &About { rank, ranks: 2, ..About::default() }).unwrap();
+        serde_json::from_slice(&file).unwrap()
+    }
+
+    #[test]
+    fn ranks_are_merged_by_the_wall_clock() {
+        let made = |zero_unix_ns, rank| {
+            let records = vec![Record::Span(span(1000, 2000, 0)), Record::Counter(500, Counter::Ring(7))];
+            (format!("rank {rank}"), file(&Recording { zero_unix_ns, records, ..Recording::default() }, rank))
+        };
+        let merged = merge(vec![made(5_000_000_000, 1), made(5_000_004_000, 0)]).unwrap();
+        let events = merged["traceEvents"].as_array().unwrap();
+        let times = |ph: &str| -> Vec<(u64, f64)> {
+            let of = events.iter().filter(|event| event["ph"] == ph);
+            of.map(|event| (event["pid"].as_u64().unwrap(), event["ts"].as_f64().unwrap())).collect()
+        };
+        assert_eq!(times("X"), [(0, 5.0), (1, 1.0)]);
+        assert_eq!(times("C"), [(0, 4.5), (1, 0.5)]);
+        let header = &merged["forebay"];
+        assert_eq!((&header["merged"], &header["zero_unix_ns"]), (&true.into(), &5_000_000_000u64.into()));
+        assert_eq!(header["ranks"].as_array().unwrap().len(), 2);
+        let twice = merge(vec![made(0, 1), made(1, 1)]).unwrap_err().to_string();
+        assert!(twice.contains("rank 1 too"), "{twice}");
+        let again = merge(vec![("merged".to_owned(), merged)]).unwrap_err().to_string();
+        assert!(again.contains("no trace of one rank"), "{again}");
+        assert!(merge(Vec::new()).is_err());
+        let (name, mut other) = made(0, 0);
+        other["forebay"]["schema"] = 9.into();
+        assert!(merge(vec![(name, other)]).unwrap_err().to_string().contains("schema is 9"));
+    }
+
+    #[test]
+    fn spans_that_cross_are_on_lines_of_their_own() {
+        let spans = [(0, 100), (10, 20), (20, 30), (25, 120), (100, 130), (140, 150)];
+        let records = spans.map(|(start_ns, end_ns)| Record::Span(span(start_ns, end_ns, 0))).into();
+        let file = file(&Recording { records, ..Recording::default() }, 0);
+        let tids: Vec<u64> = file["traceEvents"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .filter(|event| event["ph"] == "X")
+            .map(|event| event["tid"].as_u64().unwrap())
+            .collect();
+        assert_eq!(tids, [4, 4, 4, 104, 4, 4]);
+        let names: Vec<&str> =
+            file["traceEvents"].as_array().unwrap().iter().filter_map(|event| event["args"]["name"].as_str()).collect();
+        assert_eq!(names, ["rank 0", "update", "update (2)"]);
+    }
+}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forebay import _core
+from forebay import _core, _trace
 from forebay._device import capturing, check_not_captured, is_gpu, stream_handle
 from forebay._live import is_live
 from forebay._tensors import address, bump_versions, local, locals_of, look
@@ -661,6 +661,7 @@ class Overlap:
             self.check_between("remove()")
             self._end()
             self._finalizer.detach()
+            _trace.leaves(optimizer)
             optimizer._overlap = None
             self._resize(optimizer, self._slots)
         self.readers.remove()

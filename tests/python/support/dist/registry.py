@@ -25,6 +25,7 @@ MODULES = {
         "dist_cases_state_dict",
         "dist_cases_sleep",
         "dist_cases_activations",
+        "dist_cases_trace",
     ),
     "cuda": ("dist_cases_cuda", "dist_cases_sleep_cuda"),
     "checkpoint": ("dist_cases_checkpoint", "dist_cases_checkpoint_failures", "dist_cases_checkpoint_killed"),
