@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["CHECKPOINT_BLOCK_BYTES", "ActivationPlan", "Activations", "CallKind", "CallTimes", "Checkpoint", "HostCopies", "HostView", "LayerCost", "LayerPlan", "LayerStats", "Looked", "MeasuredCall", "MeasuredPass", "Moved", "OffloadStats", "Opened", "Optimizer", "PassCost", "PassSample", "Route", "Rule", "Saved", "Saving", "Slabs", "Snapshot", "TensorCost", "_errors_for_test", "_gil_is_released_for_test", "_memory_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "check_contract", "check_host", "checkpoint_summary", "command", "export_weights", "host_memory", "kept_copy_bytes", "latest_checkpoint", "look", "look_with_gradients", "open_through_torch", "probe", "release_copies", "verify_checkpoint", "version", "write_checkpoint"]
+__all__ = ["CHECKPOINT_BLOCK_BYTES", "ActivationPlan", "Activations", "CallKind", "CallTimes", "Checkpoint", "HostCopies", "HostView", "LayerCost", "LayerPlan", "LayerStats", "Looked", "MeasuredCall", "MeasuredPass", "Moved", "OffloadStats", "Opened", "Optimizer", "PassCost", "PassSample", "Route", "Rule", "Saved", "Saving", "Slabs", "Snapshot", "TensorCost", "Trace", "TracedWork", "_errors_for_test", "_gil_is_released_for_test", "_memory_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "check_contract", "check_host", "checkpoint_summary", "command", "export_weights", "host_memory", "kept_copy_bytes", "latest_checkpoint", "look", "look_with_gradients", "open_through_torch", "probe", "release_copies", "verify_checkpoint", "version", "write_checkpoint"]
 
 CHECKPOINT_BLOCK_BYTES: Final[int]
 """
@@ -125,6 +125,10 @@ class Activations:
     def table(self, /) -> list[LayerStats]:
         """
         The same for each layer.
+        """
+    def trace_owner(self, /) -> int:
+        """
+        The number under which it reports to a trace.
         """
 
 @final
@@ -613,6 +617,10 @@ class Optimizer:
         Read and write every byte of the state, and of other memory on the host (address and bytes of each, whole words),
         with the host's threads, changing none; returns bytes and seconds. This is the pace that the memory allows.
         """
+    def trace_owner(self, /) -> int:
+        """
+        The number under which it reports to a trace.
+        """
     def trust(self, /) -> None:
         """
         Allow steps again.
@@ -897,6 +905,51 @@ class TensorCost:
     def saved(self, /) -> bool:
         """
         Whether autograd saves it anyway.
+        """
+
+@final
+class Trace:
+    """
+    A trace of this process while it is recorded, and its file.
+    """
+    def __new__(cls, /, path: str | PathLike[str], capacity: SupportsIndex) -> Trace:
+        """
+        Begin a trace. The file is opened now, and written by `finish`; what is in it until then stays.
+        """
+    def begin_on_stream(self, /, device: str, stream: SupportsIndex, name: str, step: SupportsIndex) -> TracedWork | None:
+        """
+        Begin a pass as torch's stream runs it; nothing where the device has no times.
+        """
+    def count_device(self, /, allocated: SupportsIndex, reserved: SupportsIndex) -> None:
+        """
+        Add a counter of torch's memory on the device.
+        """
+    def dropped(self, /) -> int:
+        """
+        Records that were dropped so far.
+        """
+    def finish(self, /, rank: SupportsIndex, ranks: SupportsIndex, owners: SupportsGetItem[int, tuple[SupportsIndex, str]], layers: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, str]], others: str) -> None:
+        """
+        End the trace and write its file. `owners` and `layers` have the names of what reported; `others` is JSON of what
+        else the file says. In a forked child it does nothing.
+        """
+    def now_ns(self, /) -> int:
+        """
+        Nanoseconds since it began.
+        """
+    def span(self, /, category: str, name: str, start_ns: SupportsIndex, end_ns: SupportsIndex, *, size: SupportsIndex = 0, owner: SupportsIndex = 0, reason: str | None = None, step: SupportsIndex | None = None) -> None:
+        """
+        Add a span. `category` is one of the file's, and `owner` a number that `trace_owner` of something returned.
+        """
+
+@final
+class TracedWork:
+    """
+    Work on torch's stream that is being submitted.
+    """
+    def end(self, /, stream: SupportsIndex) -> None:
+        """
+        All of it was submitted.
         """
 
 def _errors_for_test() -> list[tuple[str, Any]]:

@@ -1,6 +1,5 @@
 //! The trace as Python sees it. What is recorded, and how the file looks, is in `forebay::trace`.
 
-use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
 use std::io::{BufWriter, Seek as _, Write as _};
 use std::path::PathBuf;
@@ -127,8 +126,8 @@ impl Trace {
         py: Python<'_>,
         rank: u32,
         ranks: u32,
-        owners: HashMap<u32, String>,
-        layers: HashMap<(u32, u32), String>,
+        owners: Vec<(u32, String)>,
+        layers: Vec<(u32, u32, String)>,
         others: &str,
     ) -> PyResult<()> {
         guard::run(py, || {
@@ -142,6 +141,8 @@ impl Trace {
                 value: "its description".to_owned(),
                 remedy: error.to_string(),
             })?;
+            let owners = owners.into_iter().collect();
+            let layers = layers.into_iter().map(|(owner, layer, name)| ((owner, layer), name)).collect();
             let about = About { rank, ranks, owners, layers, others };
             let mut write = || {
                 file.rewind()?;

@@ -12,6 +12,7 @@ import os
 import threading
 import warnings
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -166,9 +167,11 @@ class Passes:
         work = None
         device = self._gpu()
         if device is not None:
-            handle = _device.stream_handle(device)
-            work = self._reports.core.begin_on_stream(_device.engine_name(device), handle, name, self._step)
-        nvtx = torch.cuda.nvtx.range_start(name) if self._nvtx else None  # type: ignore[no-untyped-call]
+            # A trace never fails what it watches.
+            with suppress(Error, RuntimeError):
+                handle = _device.stream_handle(device)
+                work = self._reports.core.begin_on_stream(_device.engine_name(device), handle, name, self._step)
+        nvtx = torch.cuda.nvtx.range_start(name) if self._nvtx else None
         self._open = _Open(name, owner, self._reports.core.now_ns(), work, nvtx)
 
     def _end(self) -> None:
@@ -178,14 +181,15 @@ class Passes:
         core.span("pass", of.name, of.start_ns, core.now_ns(), step=self._step)
         device = self._gpu()
         if device is not None:
-            if of.work is not None:
-                of.work.end(_device.stream_handle(device))
-            core.count_device(*_device.Meter(device).given_out())
+            with suppress(Error, RuntimeError):
+                if of.work is not None:
+                    of.work.end(_device.stream_handle(device))
+                core.count_device(*_device.Meter(device).given_out())
         self._abandon()
 
     def _abandon(self) -> None:
         if self._open is not None and self._open.nvtx is not None:
-            torch.cuda.nvtx.range_end(self._open.nvtx)  # type: ignore[no-untyped-call]
+            torch.cuda.nvtx.range_end(self._open.nvtx)
         self._open = None
         self._arm()
 

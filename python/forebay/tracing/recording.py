@@ -88,7 +88,8 @@ class trace:  # noqa: N801 -- a context manager, named as it is used
         try:
             found = self._contents
             others = json.dumps(found.collect(reports.saves), allow_nan=False)
-            reports.core.finish(*ranks(), found.owners, found.layers, others)
+            layers = [(owner, number, name) for (owner, number), name in found.layers.items()]
+            reports.core.finish(*ranks(), list(found.owners.items()), layers, others)
         except Error as failed:
             # An error of the block says more than one of its trace.
             if error is None:

@@ -257,7 +257,7 @@ impl TransferCore {
     fn work(&self, batches: &mpsc::Receiver<Batch>) {
         let ring = Ring::new(SLOTS);
         let user = ring.join();
-        for (number, batch) in batches.into_iter().enumerate() {
+        for (number, batch) in batches.iter().enumerate() {
             let outcome = self.issue((&ring, user), batch, number);
             match outcome {
                 Ok(ends) => {

@@ -193,22 +193,18 @@ pub(super) struct Pending {
 }
 
 impl Pending {
-    /// The span, if its end was reached; nothing if its times cannot be known.
-    pub(super) fn read(self) -> std::result::Result<Option<Span>, Self> {
-        match self.end.query() {
-            Ok(false) => Err(self),
-            Ok(true) => Ok(self.times()),
-            Err(_) => Ok(None),
-        }
+    /// Whether its end was reached, or will never be.
+    pub(super) fn has_ended(&self) -> bool {
+        self.end.query().unwrap_or(true)
     }
 
-    /// The same after its end.
-    pub(super) fn wait(self) -> Option<Span> {
-        self.end.synchronize().ok()?;
-        self.times()
+    /// Blocks until its end was reached.
+    pub(super) fn wait(&self) {
+        let _ = self.end.synchronize();
     }
 
-    fn times(&self) -> Option<Span> {
+    /// The span, with its times; nothing if they cannot be known.
+    pub(super) fn span(&self) -> Option<Span> {
         let (start_ns, end_ns) = self.clock.span_ns(self.begin.event(), self.end.event())?;
         Some(Span { start_ns, end_ns, ..self.span })
     }

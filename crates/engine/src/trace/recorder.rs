@@ -165,9 +165,8 @@ impl Recorder {
         let sources = std::mem::take(&mut *lock(&self.sources));
         sources.iter().filter_map(Weak::upgrade).for_each(|source| source.report(self));
         for pending in std::mem::take(&mut *lock(&self.pending)) {
-            if let Some(span) = pending.wait() {
-                self.push(span);
-            }
+            pending.wait();
+            pending.span().into_iter().for_each(|span| self.push(span));
         }
         let seconds = self.now_ns() as f64 / 1e9;
         let Records { kept, dropped } = std::mem::take(&mut *lock(&self.records));
@@ -273,17 +272,16 @@ impl Recorder {
         if all.len() < LOOK_AT {
             return;
         }
-        let mut left = VecDeque::new();
         let mut reached = Vec::new();
-        for pending in all.drain(..) {
-            match pending.read() {
-                Ok(span) => reached.extend(span),
-                Err(pending) => left.push_back(pending),
+        all.retain(|pending| {
+            let has_ended = pending.has_ended();
+            if has_ended {
+                reached.extend(pending.span());
             }
-        }
-        let excess = left.len().saturating_sub(MOST_PENDING);
-        left.drain(..excess);
-        *all = left;
+            !has_ended
+        });
+        let excess = all.len().saturating_sub(MOST_PENDING);
+        all.drain(..excess);
         drop(all);
         lock(&self.records).dropped += excess as u64;
         reached.into_iter().for_each(|span| self.push(span));

@@ -55,7 +55,7 @@ impl Lines {
 impl Recording {
     /// Writes the file.
     pub fn write(&self, to: &mut impl Write, about: &About) -> std::io::Result<()> {
-        write!(to, "{{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n")?;
+        writeln!(to, "{{\"displayTimeUnit\":\"ms\",\"traceEvents\":[")?;
         let name = json!({"name": "process_name", "ph": "M", "pid": about.rank,
             "args": {"name": format!("rank {}", about.rank)}});
         serde_json::to_writer(&mut *to, &name)?;
