@@ -314,6 +314,14 @@ fn wrong_options_are_refused_with_a_hint() {
     refused_at_once("report", 2, &["TRACE"]);
     refused_at_once(&format!("report {path}"), 2, &["--output"]);
     refused_at_once(&format!("report {path} --json --wire-gbps 0"), 2, &["--wire-gbps", "positive"]);
+    let before = fs::read(&path).unwrap();
+    refused_at_once(&format!("report {path} -o {path}"), 2, &["--output", &path, "name another file"]);
+    refused_at_once(
+        &format!("report {path} --json {}/./run.json", folder.display()),
+        2,
+        &["--json", "name another file"],
+    );
+    assert_eq!(fs::read(&path).unwrap(), before);
     let nowhere = folder.join("absent/page.html").display().to_string();
     refused_at_once(&format!("report {path} -o {nowhere}"), 1, &["cannot write", &nowhere]);
 }

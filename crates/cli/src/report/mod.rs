@@ -14,6 +14,7 @@ mod wire;
 
 use std::path::Path;
 
+use forebay::Error;
 use serde::Serialize;
 
 use advice::{Advice, Facts, advise};
@@ -24,6 +25,7 @@ use trace::{Limit, Rank, Trace};
 use crate::options::ReportArgs;
 use crate::output::{check_writable, emit};
 use crate::tables::count;
+use crate::trace::is_same;
 use crate::{Failure, SUCCESS};
 
 /// A trace with its figures.
@@ -50,7 +52,14 @@ struct Json<'a> {
 
 pub(crate) fn make(args: &ReportArgs) -> Result<u8, Failure> {
     let json = &args.output.json;
-    args.page.as_deref().into_iter().chain(json.path()).try_for_each(check_writable)?;
+    for (option, path) in [("output", args.page.as_deref()), ("json", json.path())] {
+        let Some(path) = path else { continue };
+        if is_same(Path::new(path), Path::new(&args.trace)) {
+            let remedy = "it is the trace that is read; name another file".to_owned();
+            return Err(Error::InvalidOption { option, value: path.to_owned(), remedy }.into());
+        }
+        check_writable(path)?;
+    }
     let trace = trace::read(Path::new(&args.trace)).map_err(|unusable| Failure::Unusable {
         text: format!("{} {}", args.trace, unusable.reason),
         hint: unusable.remedy,
