@@ -237,6 +237,7 @@ fn the_page_is_whole_and_names_no_folder() {
     let mut trace = one();
     trace["traceEvents"][0]["name"] = json!("</script><script>alert(1)</script>");
     trace["forebay"]["dropped"] = json!(17);
+    trace["forebay"]["partial"] = json!(true);
     let path = write(&folder, "run.json", &trace);
     let page = folder.join("page.html").display().to_string();
     let printed = said(&format!("report {path} -o {page}"));
@@ -246,7 +247,7 @@ fn the_page_is_whole_and_names_no_folder() {
     assert!(!text.contains(folder.to_str().unwrap()), "the page names the folder of the trace");
     assert_eq!(text.matches("<script").count(), 2, "what a trace has is no markup");
     assert!(!text.contains("<b>GPU"), "what a trace has is no markup");
-    assert!(text.contains("17 spans found no room"));
+    assert!(text.contains("17 spans found no room") && text.contains("some work is missing here"));
     assert!(text.contains("content=\"default-src 'none'; script-src 'sha256-"));
 }
 
