@@ -100,6 +100,13 @@ test-python: check-stubs ## Python tests, against the installed wheel
 	$(call heading,Python tests on the fake accelerator)
 	$(PY) -m pytest -c tests/accelerator/pytest.ini --numprocesses $(WORKERS) $(PYTEST_OPTIONS) tests/accelerator
 
+.PHONY: test-report
+test-report: $(WHEEL) ## the page of `forebay report`, in a real browser
+	$(call heading,Reports in a browser)
+	@type -P chromium || type -P chromium-browser || type -P google-chrome \
+		|| { echo 'error: no chromium, chromium-browser or google-chrome on the path; run: apt-get install -y chromium'; exit 1; }
+	$(PY) -m pytest -c tests/report/pytest.ini tests/report
+
 .PHONY: test-integrations
 test-integrations: export HF_HUB_OFFLINE := 1
 test-integrations: export OMP_NUM_THREADS := 1
@@ -136,7 +143,7 @@ ptx: $(DEPS) ## write the .ptx of every kernel file in crates/device/src/cuda/ke
 	$(PY) scripts/make_ptx.py
 
 .PHONY: demo
-demo: setup out/ ## train a small model with torch's AdamW and with forebay's, then time the streamed step
+demo: setup out/ ## train a small model with torch's AdamW and with forebay's, report on it, then time the streamed step
 	$(call heading,Demo: a language model)
 	$(PY) scripts/demo.py --out out
 	$(call heading,Demo: the streamed step)

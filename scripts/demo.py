@@ -6,7 +6,7 @@ is far too small for it, so that the ring wraps many times in every step. A thir
 
 On a GPU the final parameters must equal those of ``torch.optim.AdamW(fused=True)`` bit for bit. On the CPU they must
 equal those of forebay with resident state bit for bit; torch's CPU kernels round differently, so there the largest
-difference is shown. Exit code 1 if what must be equal is not.
+difference is shown. Exit code 1 if what must be equal is not. The streamed run is traced; a report shows it.
 
 usage: python scripts/demo.py [--steps 60] [--device cuda:0] [--out out]
 """
@@ -14,12 +14,14 @@ usage: python scripts/demo.py [--steps 60] [--device cuda:0] [--out out]
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import gc
 import json
 import math
 import os
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -113,7 +115,7 @@ def train(name: str, kind: dict[str, Any], text: torch.Tensor, device: torch.dev
     """Train once and return numbers and final parameters."""
     torch.manual_seed(1)
     model = ByteModel().to(device)
-    streams = kind.pop("forebay")
+    streams, trace = kind.pop("forebay"), kind.pop("trace", None)
     if streams:
         optimizer: Any = forebay.AdamW(model.groups(), lr=2e-3, max_grad_norm=MAX_NORM, **kind)
     else:
@@ -136,22 +138,23 @@ def train(name: str, kind: dict[str, Any], text: torch.Tensor, device: torch.dev
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     losses, times = [], []
-    for _ in range(steps):
-        starts = torch.randint(len(training) - CONTEXT - 1, (BATCH,), generator=batches)
-        loss = model(torch.stack([training[s : s + CONTEXT + 1] for s in starts]).to(device))
-        loss.backward()
-        finish()
-        start = time.perf_counter()
-        if not streams:
-            # In the optimizer's order: a sum of squares in another order may round otherwise.
-            nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], MAX_NORM)
-        optimizer.step()
-        finish()
-        times.append(time.perf_counter() - start)
-        schedule.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        bar.advance(f"{name}: loss {losses[-1]:.3f}")
+    with forebay.trace(trace) if trace is not None else contextlib.nullcontext():
+        for _ in range(steps):
+            starts = torch.randint(len(training) - CONTEXT - 1, (BATCH,), generator=batches)
+            loss = model(torch.stack([training[s : s + CONTEXT + 1] for s in starts]).to(device))
+            loss.backward()
+            finish()
+            start = time.perf_counter()
+            if not streams:
+                # In the optimizer's order: a sum of squares in another order may round otherwise.
+                nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], MAX_NORM)
+            optimizer.step()
+            finish()
+            times.append(time.perf_counter() - start)
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            bar.advance(f"{name}: loss {losses[-1]:.3f}")
     with torch.no_grad():
         windows = held_out[: len(held_out) // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1)[:64]
         final = model(windows.to(device)).item()
@@ -221,9 +224,11 @@ def main() -> int:
     params = sum(p.numel() for p in ByteModel().parameters())
     where = torch.cuda.get_device_name(device) if on_gpu else f"CPU, {torch.get_num_threads()} threads"
     print(f"{params / 1e6:.2f}e6 parameters, {len(text) / 1e3:.0f} kB of text, {options.steps} steps, on {where}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    trace, page = options.out / "demo_trace.json", options.out / "demo_report.html"
     runs = {
         "torch.optim.AdamW" + (" (fused)" if on_gpu else ""): {"forebay": False, "fused": on_gpu or None},
-        "forebay.AdamW, streamed": {"forebay": True, "chunk_bytes": CHUNK_BYTES, "slots": SLOTS},
+        "forebay.AdamW, streamed": {"forebay": True, "chunk_bytes": CHUNK_BYTES, "slots": SLOTS, "trace": trace},
         "forebay.AdamW, resident": {"forebay": True, "placement": "resident"},
     }
     start = time.perf_counter()
@@ -262,7 +267,6 @@ def main() -> int:
         print(
             "no GPU: the CPU backend stands in for one. torch's CPU kernels round differently, the placements must not."
         )
-    options.out.mkdir(parents=True, exist_ok=True)
     numbers, table = options.out / "demo.json", options.out / "demo_losses.csv"
     about = {"device": str(device), "where": where, "torch": torch.__version__, "forebay": forebay.__version__}
     about |= {"parameters": params, "steps": options.steps, "train_s": train_s, "holds": holds}
@@ -272,6 +276,11 @@ def main() -> int:
         writer.writerow(["step", *(run["optimizer"] for run in (reference, streamed, resident))])
         writer.writerows(zip(range(1, options.steps + 1), *(run["losses"] for run, _ in trained), strict=True))
     print(f"wrote {numbers} and {table}")
+    report = [sys.executable, "-m", "forebay", "report", trace, "-o", page]
+    subprocess.run(report, check=True, stdout=subprocess.DEVNULL)
+    print(
+        f"wrote {trace} and {page}: what the streamed run did when, and what it waited for; open the page in a browser"
+    )
     if not holds:
         print("error: parameters differ that must be equal, bit for bit", file=sys.stderr)
     return 0 if holds else 1

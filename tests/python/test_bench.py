@@ -126,6 +126,9 @@ def test_the_demo_trains_and_compares(tmp_path: Path) -> None:
     assert len((tmp_path / "demo_losses.csv").read_text().splitlines()) == 4
     assert "yes, bit for bit" in done.stdout
     assert str(tmp_path / "demo.json") in done.stdout
+    assert str(tmp_path / "demo_report.html") in done.stdout
+    assert "<title>forebay report: demo_trace.json</title>" in (tmp_path / "demo_report.html").read_text()
+    assert json.loads((tmp_path / "demo_trace.json").read_text())["forebay"]["schema"] == 1
 
 
 def test_the_update_on_the_host_against_torchs(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("example
 PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
 SOURCES = [*ROOT.glob("crates/**/*.rs"), *ROOT.glob("crates/**/*.cu*"), *ROOT.glob("python/**/*.py")]
 TESTS = [*ROOT.glob("crates/**/*.rs"), *ROOT.glob("tests/python/**/*.py"), *ROOT.glob("tests/accelerator/*.py")]
+TESTS += ROOT.glob("tests/report/*.py")
 
 DEFINITION = re.compile(
     r"\b(?:fn|def|class|struct|enum|trait|static|const|mod|__global__ \w+)\s+(?:[\w<>]+::)?(\w+)|^([A-Z_]+)\b[ :]", re.M

@@ -8,6 +8,7 @@ mod options;
 mod output;
 mod plan;
 mod progress;
+mod report;
 mod tables;
 mod top;
 mod trace;
@@ -41,6 +42,7 @@ pub fn run<A: Into<OsString> + Clone>(arguments: impl IntoIterator<Item = A>, bu
         Command::Inspect { path, output } => checkpoint::inspect(&path, &output.json),
         Command::Verify { path, output } => checkpoint::verify(&path, &output.json),
         Command::Convert { from, to, weights } => checkpoint::convert(&from, &to, weights),
+        Command::Report(args) => report::make(&args),
         Command::Plan { plan: Plan::Step(args) } => plan::step(&args),
         Command::Trace { trace: Trace::Merge { traces, output } } => trace::merge(&traces, &output),
         Command::Top(args) => top::top(&args),
@@ -60,7 +62,15 @@ const WRONG_OPTIONS: u8 = 2;
 /// Why a command did not finish.
 enum Failure {
     Engine(Error),
-    Write { path: String, error: std::io::Error },
+    Write {
+        path: String,
+        error: std::io::Error,
+    },
+    /// A file that cannot be used, and what to do.
+    Unusable {
+        text: String,
+        hint: &'static str,
+    },
 }
 
 impl<E: Into<Error>> From<E> for Failure {

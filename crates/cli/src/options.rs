@@ -51,6 +51,8 @@ pub(crate) enum Command {
         #[arg(long)]
         weights: bool,
     },
+    /// Make one HTML page about a trace: timeline, wire, waits, memory, plan, and what could be changed
+    Report(ReportArgs),
     /// Print a plan: what would move in which chunk, before anything is allocated
     Plan {
         #[command(subcommand)]
@@ -193,6 +195,21 @@ pub(crate) struct TopArgs {
     /// The folder that was given to forebay.publish [default: its default]
     #[arg(long, value_name = "PATH")]
     pub(crate) folder: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ReportArgs {
+    /// The JSON file of a trace, of one rank or of several that were merged
+    #[arg(value_name = "TRACE")]
+    pub(crate) trace: String,
+    /// Write the page to this file; it needs nothing else and loads nothing
+    #[arg(short = 'o', long = "output", value_name = "PATH", required_unless_present = "json")]
+    pub(crate) page: Option<String>,
+    /// The limit of the wire in GB/s each way, instead of the one in the trace; `forebay probe` measures it
+    #[arg(long, value_parser = positive)]
+    pub(crate) wire_gbps: Option<f64>,
     #[command(flatten)]
     pub(crate) output: OutputArgs,
 }

@@ -95,6 +95,7 @@ pub(crate) fn fail(failure: &Failure) -> u8 {
             "give a path that can be written, in a folder that exists, on a disk with room".to_owned(),
             FAILURE,
         ),
+        Failure::Unusable { text, hint } => (text.clone(), (*hint).to_owned(), FAILURE),
         Failure::Engine(
             Error::InvalidOption { option, value, remedy }
             | Error::Device(device::Error::InvalidOption { option, value, remedy }),

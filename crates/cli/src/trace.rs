@@ -37,7 +37,8 @@ pub(crate) fn merge(traces: &[PathBuf], output: &Path) -> Result<u8, Failure> {
     Ok(SUCCESS)
 }
 
-fn is_same(one: &Path, other: &Path) -> bool {
+/// Whether two paths lead to one file.
+pub(crate) fn is_same(one: &Path, other: &Path) -> bool {
     one == other || matches!((one.canonicalize(), other.canonicalize()), (Ok(one), Ok(other)) if one == other)
 }
 
