@@ -194,7 +194,8 @@ impl Worker {
             self.under_way.push_back((mark, bytes));
             offset += bytes;
         }
-        if let Some(traced) = traced {
+        // Nothing to show of a copy that was taken back before its first bytes.
+        if let Some(traced) = traced.filter(|_| offset > 0) {
             let Shown { kind, owner, layer } = job.shown;
             let span = Span { bytes: offset, owner, layer: Some(layer), ..Span::new(kind, Label::Layer) };
             traced.end(&self.stream, span);

@@ -25,7 +25,6 @@ MODULES = {
         "dist_cases_state_dict",
         "dist_cases_sleep",
         "dist_cases_activations",
-        "dist_cases_trace",
     ),
     "cuda": ("dist_cases_cuda", "dist_cases_sleep_cuda"),
     "checkpoint": ("dist_cases_checkpoint", "dist_cases_checkpoint_failures", "dist_cases_checkpoint_killed"),
@@ -33,6 +32,7 @@ MODULES = {
     "interrupts": ("dist_cases_interrupts",),
     "placed": ("dist_cases_placed",),
     "overlap": ("dist_cases_overlap",),
+    "trace": ("dist_cases_trace",),
 }
 """Where the cases are in the folder ``distributed``, by what the ranks need."""
 
