@@ -333,6 +333,23 @@ def test_what_gives_a_guess_up(device: torch.device, what: Any, late: bool) -> N
 
 
 @pytest.mark.usefixtures("always")
+def test_a_step_that_is_skipped_leaves_weights_and_gradients(device: torch.device) -> None:
+    def body(run: Run) -> None:
+        train(run, [1.0, 1.0])
+        with run.last():
+            (run.loss(7) * float("inf")).backward()
+        run.optimizer.step()
+        run.see(*run.model.parameters())
+        run.see(*(parameter.grad for parameter in run.model.parameters() if parameter.grad is not None))
+        run.optimizer.zero_grad()
+        train(run, [1.0], first=8)
+
+    for late in (False, True):
+        stats = compare(body, device, model=half, late=late, max_grad_norm=NEVER, skip_nonfinite=True)
+        assert stats["accepted"] == 2
+
+
+@pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("to_none", [True, False], ids=["none", "zeros"])
 def test_zero_grad_instead_of_a_step(device: torch.device, to_none: bool) -> None:
     def body(run: Run) -> None:
