@@ -20,7 +20,7 @@ from forebay._live import Live, wait_for_live
 from forebay._tensors import address, addresses, local, state_like
 from forebay.checkpoint.contents import ours
 from forebay.optim.base import Optimizer
-from forebay.optim.compact import is_copy
+from forebay.optim.compact import standing_for
 
 SMALL_BYTES = 64 << 10
 """Host tensors smaller than this are copied one by one."""
@@ -195,10 +195,10 @@ def _leaves(value: Any, pinned: set[int]) -> list[torch.Tensor]:
     """Return the tensors in nested state that the engine does not keep.
 
     This includes tensors in the engine's memory whose elements are in another order than in a file: torch would read
-    that memory to put them in order, and the engine would not know of it. Copies of compact masters are left out.
+    that memory to put them in order, and the engine would not know of it. What stands for a compact master is left out.
     """
     if isinstance(value, torch.Tensor):
-        if is_copy(value):
+        if standing_for(value) is not None:
             return []
         inner = local(value)
         return [] if inner.numel() and address(inner) in pinned and _is_plain(inner) else [value]
@@ -212,6 +212,9 @@ def _leaves(value: Any, pinned: set[int]) -> list[torch.Tensor]:
 def _rebuilt(value: Any, replaced: dict[int, torch.Tensor]) -> Any:
     """Return nested state with some tensors replaced, and with copies of all other values."""
     if isinstance(value, torch.Tensor):
+        if (master := standing_for(value)) is not None:
+            # Steps may change both parts of it before it is written.
+            return master.read()
         return replaced.get(id(value), value)
     if isinstance(value, dict):
         return {key: _rebuilt(item, replaced) for key, item in value.items()}
