@@ -22,7 +22,7 @@ from forebay.checkpoint.arguments import check_belongs
 from forebay.checkpoint.values import Encoded
 from forebay.errors import CheckpointError, OptionError
 from forebay.optim.base import Optimizer
-from forebay.optim.compact import is_copy
+from forebay.optim.compact import standing_for
 from forebay.optim.state import MASTER
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ def set_contents(
             if _is_state(name) and not name.endswith(MASTER_SUFFIX) and isinstance(value, torch.Tensor):
                 local(value).zero_()
                 _forget_late(contents["optimizer"]["state"], name, optimizers)
-            elif _is_state(name) and is_copy(value):
+            elif standing_for(value) is not None:
                 # A compact master that the load sets to its weight.
                 contents["optimizer"]["state"][_parameter_of(name)].pop(MASTER, None)
     options = StateDictOptions(strict=strict)

@@ -33,6 +33,7 @@ from forebay.checkpoint.snapshot import wait_before_load
 from forebay.checkpoint.values import decode
 from forebay.errors import CheckpointError, Error
 from forebay.optim.base import Optimizer
+from forebay.optim.compact import CompactMaster, standing_for
 
 STAGE_BYTES = 128 << 20
 """Bytes read at a time for tensors that need a copy: on a GPU, or of another type."""
@@ -189,7 +190,7 @@ class Reader(StorageReader):
         for item, target in zip(items, targets, strict=True):
             name = item.storage_index.fqn
             stored = dtype_of(self._manifest["tensors"][name]["dtype"], name)
-            if _is_direct(target, stored):
+            if standing_for(target) is None and _is_direct(target, stored):
                 direct.append((item, target))
             else:
                 staged.append((item, target, stored))
@@ -213,8 +214,11 @@ class Reader(StorageReader):
 
     def _read_staged(self, batch: list[tuple[ReadItem, torch.Tensor, torch.Tensor]], moved: _core.Moved) -> None:
         self._read_into([(item, buffer) for item, _, buffer in batch], moved)
-        for _, target, buffer in batch:
-            target.copy_(buffer)
+        for item, target, buffer in batch:
+            if (master := standing_for(target)) is None:
+                target.copy_(buffer)
+            else:
+                master.write_part(item.dest_offsets, buffer)
 
     def _read_into(self, pairs: list[tuple[ReadItem, torch.Tensor]], moved: _core.Moved) -> None:
         """Read items into tensors on the CPU. The caller's list holds the tensors until the engine returns."""
@@ -264,7 +268,8 @@ def _pickled(value: Any) -> io.BytesIO:
 def _distrust(storages: set[int], reason: str) -> None:
     """Make optimizers whose state is in these storages refuse steps and saves until state is loaded again."""
     for optimizer in list(Optimizer.alive):
-        states = dict.values(optimizer.state)
-        mine = (local(value) for state in states for value in dict.values(state) if isinstance(value, torch.Tensor))
-        if any(value.numel() and storage_address(value.untyped_storage()) in storages for value in mine):
+        shown = [value for state in dict.values(optimizer.state) for value in dict.values(state)]
+        mine = [local(value) for value in shown if isinstance(value, torch.Tensor)]
+        mine += [value.stand_in() for value in shown if isinstance(value, CompactMaster)]
+        if any(value.numel() and storage_address(value.untyped_storage()) in storages for value in map(local, mine)):
             optimizer.distrust(reason)

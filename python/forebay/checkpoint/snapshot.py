@@ -20,7 +20,7 @@ from forebay._live import Live, wait_for_live
 from forebay._tensors import address, addresses, local, state_like
 from forebay.checkpoint.contents import ours
 from forebay.optim.base import Optimizer
-from forebay.optim.compact import is_copy
+from forebay.optim.compact import standing_for
 
 SMALL_BYTES = 64 << 10
 """Host tensors smaller than this are copied one by one."""
@@ -197,7 +197,8 @@ def _sorted(state: Any, pinned: set[int]) -> tuple[list[torch.Tensor], list[torc
     """Return the tensors in nested state that the engine keeps, and all others.
 
     The others include tensors in the engine's memory whose elements are in another order than in a file: torch would
-    read that memory to put them in order, and the engine would not know of it. Copies of compact masters are in neither.
+    read that memory to put them in order, and the engine would not know of it. What stands for a
+    compact master is in neither.
     """
     kept: list[torch.Tensor] = []
     others: list[torch.Tensor] = []
@@ -211,7 +212,7 @@ def _sorted(state: Any, pinned: set[int]) -> tuple[list[torch.Tensor], list[torc
 def _leaves(value: Any) -> list[torch.Tensor]:
     """Return the tensors in nested state."""
     if isinstance(value, torch.Tensor):
-        return [] if is_copy(value) else [value]
+        return [] if standing_for(value) is not None else [value]
     if isinstance(value, dict):
         return [leaf for item in value.values() for leaf in _leaves(item)]
     if isinstance(value, (list, tuple)):
@@ -222,6 +223,9 @@ def _leaves(value: Any) -> list[torch.Tensor]:
 def _rebuilt(value: Any, replaced: dict[int, torch.Tensor]) -> Any:
     """Return nested state with some tensors replaced, and with copies of all other values."""
     if isinstance(value, torch.Tensor):
+        if (master := standing_for(value)) is not None:
+            # Steps may change both parts of it before it is written.
+            return master.read()
         return replaced.get(id(value), value)
     if isinstance(value, dict):
         return {key: _rebuilt(item, replaced) for key, item in value.items()}

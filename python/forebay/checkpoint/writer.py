@@ -22,9 +22,10 @@ from forebay.checkpoint.interrupts import allowed
 from forebay.checkpoint.ranks import plain_errors, ranks_of
 from forebay.checkpoint.values import encode
 from forebay.errors import CheckpointError, Error, OptionError
+from forebay.optim.compact import standing_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
     from torch.distributed.checkpoint.planner import TensorWriteData
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
     """For each item: its tensor's type and shape, its box, and where it is in which file."""
     Files = tuple[dict[str, Any], ...]
     """Name, length and checksums of each file."""
+
+
+PART_BYTES = 1 << 30
+"""How much of the compact masters exists as f32 at a time, while they are saved."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,10 +165,17 @@ class Writer(StorageWriter):
         first = [item for item in items if item.index.fqn in live]
         rest = [item for item in items if item.index.fqn not in live]
         where, files = self._write_live(place, first, planner)
-        if rest:
-            others, more = self._write_tensors(place, rest, planner, is_last=True)
+        # Compact masters are written a part at a time, so that their f32 values need little memory.
+        ordinary = [item for item in rest if standing_for(_look_at(planner, item)) is None]
+        masters = [item for item in rest if id(item) not in set(map(id, ordinary))]
+        for number, part in enumerate(_parts(masters)):
+            apart = _Place(place.folder, f"{place.prefix}masters{number}-")
+            others, more = self._write_tensors(apart, part, planner, is_last=False)
+            where, files, first = where + others, files + more, first + part
+        if ordinary:
+            others, more = self._write_tensors(place, ordinary, planner, is_last=True)
             where, files = where + others, files + more
-        stored = {id(item): at for item, at in zip(first + rest, where, strict=True)}
+        stored = {id(item): at for item, at in zip(first + ordinary, where, strict=True)}
         return [stored[id(item)] for item in items], files
 
     def _write_live(self, place: _Place, items: list[WriteItem], planner: SavePlanner) -> tuple[Stored, Files]:
@@ -299,7 +311,9 @@ def _resolved(items: list[WriteItem], planner: SavePlanner) -> tuple[list[torch.
     found = []
     gpu: torch.device | None = None
     for item in items:
-        data = _dense(planner.resolve_data(item))
+        data = _look_at(planner, item)
+        master = standing_for(data)
+        data = _dense(data if master is None else master.read())
         if is_gpu(data.device) and gpu in (None, data.device):
             gpu = data.device
         elif not is_cpu(data.device):
@@ -307,6 +321,24 @@ def _resolved(items: list[WriteItem], planner: SavePlanner) -> tuple[list[torch.
             data = data.cpu()
         found.append(data)
     return found, gpu
+
+
+def _look_at(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    """Return an item's tensor."""
+    found: torch.Tensor = planner.resolve_data(item)  # type: ignore[assignment]
+    return found
+
+
+def _parts(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
+    """Divide items into parts of about ``PART_BYTES``."""
+    part: list[WriteItem] = []
+    for item in items:
+        part.append(item)
+        if sum(map(_bytes, part)) >= PART_BYTES:
+            yield part
+            part = []
+    if part:
+        yield part
 
 
 def _dense(data: Any) -> torch.Tensor:

@@ -5,15 +5,18 @@ The format is in ``crates/device/src/update/master.rs``: 16 bits and a carry for
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
 
 from forebay import _core
 from forebay._device import CPU
-from forebay._tensors import address, dense_strides, in_order, local, state_like
+from forebay._tensors import address, dense_strides, in_order, local, state_like, storage_address
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from forebay._core import HostView
 
 F32, COMPACT = "f32", "compact"
@@ -22,8 +25,8 @@ F32, COMPACT = "f32", "compact"
 LOW, CARRY = "master_low", "master_carry"
 """The engine's columns of a compact master."""
 
-_COPIED = "_forebay_is_copy"
-"""The attribute of tensors that ``CompactMaster.read`` has made."""
+_standing: weakref.WeakValueDictionary[int, CompactMaster] = weakref.WeakValueDictionary()
+"""By the address of their storage: the masters for which tensors stand."""
 
 
 class CompactMaster(dict[str, torch.Tensor]):
@@ -35,6 +38,7 @@ class CompactMaster(dict[str, torch.Tensor]):
     def __init__(self, parameter: torch.Tensor, low: torch.Tensor, carry: torch.Tensor) -> None:
         super().__init__({LOW: low, CARRY: carry})
         self.parameter = parameter
+        self._standing: torch.Tensor | None = None
 
     @classmethod
     def over(cls, parameter: torch.Tensor, low: HostView, carry: HostView) -> CompactMaster:
@@ -61,14 +65,26 @@ class CompactMaster(dict[str, torch.Tensor]):
             low, carry = self[LOW].to(CPU), self[CARRY].to(CPU)
             _core.read_masters(address(weights), address(low), address(carry), address(flat), elements)
         master = torch.as_strided(flat.to(self[LOW].device), inner.shape, strides)
-        setattr(master, _COPIED, True)
         return state_like(self.parameter, master)
+
+    def stand_in(self) -> torch.Tensor:
+        """Return a tensor of the master's shape and type that takes no memory; ``standing_for`` finds the master.
+
+        Saves and loads of checkpoints work with it, so that they need memory for a part of the masters at a time.
+        """
+        inner = local(self.parameter)
+        if not inner.numel():
+            return self.read()
+        if self._standing is None:
+            self._standing = torch.zeros((), dtype=torch.float32, device=CPU)
+            _standing[address(self._standing)] = self
+        return state_like(self.parameter, self._standing.expand(inner.shape))
 
     def write(self, value: torch.Tensor) -> None:
         """Keep this master. It counts from the moment at which the parameter is its rounding."""
         inner = local(self.parameter)
         strides, elements = dense_strides(inner), inner.numel()
-        if not elements:
+        if not elements or standing_for(value) is self:
             return
         masters = torch.empty_strided(inner.shape, strides, dtype=torch.float32, device=CPU)
         masters.copy_(local(value).detach().reshape(inner.shape))
@@ -77,6 +93,27 @@ class CompactMaster(dict[str, torch.Tensor]):
         for name, part in ((LOW, low), (CARRY, carry)):
             if part is not self[name]:
                 self[name].copy_(part)
+
+    def write_part(self, offsets: Sequence[int], values: torch.Tensor) -> None:
+        """Keep a box of this master, which begins at these offsets in the local parameter. Other elements stay."""
+        inner = local(self.parameter)
+        if values.shape == inner.shape:
+            self.write(values)
+            return
+        strides = dense_strides(inner)
+        part = CompactMaster.resident(values, CPU)
+        part.write(values)
+        eight = torch.arange(8, dtype=torch.uint8)
+        # One byte for each carry, in the order of the parameter's memory.
+        carries = ((self[CARRY].to(CPU)[:, None] >> eight) & 1).flatten()
+        news = (((part[CARRY][:, None] >> eight) & 1).flatten()[: values.numel()], part[LOW])
+        for mine, new in zip((carries, low := self[LOW].to(CPU)), news, strict=True):
+            box = torch.as_strided(mine, inner.shape, strides)
+            for dim, (offset, length) in enumerate(zip(offsets, values.shape, strict=True)):
+                box = box.narrow(dim, offset, length)
+            box.copy_(torch.as_strided(new, values.shape, dense_strides(values)))
+        self[LOW].copy_(low)
+        self[CARRY].copy_((carries.view(-1, 8) << eight).sum(1, dtype=torch.uint8))
 
     def rounds_to_weight(self, value: torch.Tensor) -> bool:
         """Whether the parameter is the rounding of a value that may become its master."""
@@ -94,9 +131,12 @@ class CompactMaster(dict[str, torch.Tensor]):
         return _itself, (self.read(),)
 
 
-def is_copy(value: object) -> bool:
-    """Whether a value is the f32 copy of a compact master, which nothing else changes."""
-    return isinstance(value, torch.Tensor) and hasattr(local(value), _COPIED)
+def standing_for(value: object) -> CompactMaster | None:
+    """Return the master for which a tensor stands; None for an ordinary tensor."""
+    if not isinstance(value, torch.Tensor) or not local(value).numel() or not _standing:
+        return None
+    inner = local(value)
+    return _standing.get(storage_address(inner.untyped_storage())) if inner.device == CPU else None
 
 
 def _itself(master: torch.Tensor) -> torch.Tensor:

@@ -53,6 +53,8 @@ class ParameterState(dict[str, Any]):
             return value
         if self.state is not None:
             self.state._optimizer._settle(self.parameter)
+            if self.state.stands_in:
+                return value.stand_in()
         return value.read()
 
     def __iter__(self) -> Iterator[str]:
@@ -164,6 +166,8 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
         # Parameters without an update yet, if the rule's state appears late.
         self.hidden: set[int] = set()
         self._shows_hidden = False
+        # Whether compact masters are shown as tensors that stand for them.
+        self.stands_in = False
         # Whether state was removed and must be reset before the next step.
         self.edited = False
         # The engine's number of the places that all tensors have.
@@ -502,9 +506,9 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
 
         The state is not empty: for empty state, torch takes a step with gradients of zero, which would make state
         appear. With ``whole``, columns that appear late are visible too, so that they can be loaded. Columns that were
-        not loaded are hidden again.
+        not loaded are hidden again. Compact masters are shown as tensors that stand for them.
         """
-        self._shows_hidden = whole
+        self._shows_hidden, self.stands_in = whole, True
         for number in list(self.hidden) if whole else ():
             self._refresh(self.rooms[number])
         groups = self._optimizer.param_groups
@@ -514,7 +518,7 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
         try:
             yield
         finally:
-            self._shows_hidden = False
+            self._shows_hidden = self.stands_in = False
             for number in list(self.hidden) if whole else ():
                 room = self.rooms[number]
                 if room.is_resident:

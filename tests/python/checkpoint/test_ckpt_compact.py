@@ -8,9 +8,11 @@ import pytest
 import torch
 
 import forebay
-from forebay import checkpoint
+from forebay import _core, checkpoint
+from forebay.checkpoint import writer
+from forebay.optim.compact import CompactMaster
 from support.checkpoint import Net, files, folders, pair, read_manifest, snapshot, train
-from support.tensors import assert_same
+from support.tensors import assert_same, random
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,17 +49,75 @@ def test_either_format_loads_into_either(saves: Any, loads: Any, placed: str, wa
     assert_same(snapshot(again, restored), snapshot(model, optimizer))
 
 
-def test_the_files_are_those_of_f32_masters(tmp_path: Path) -> None:
+def test_the_files_have_f32_masters(tmp_path: Path) -> None:
     found = []
     for kind in KINDS:
         model, optimizer = pair(1, BF16, master_weights=kind)
         train(model, optimizer, range(3))
         checkpoint.save(tmp_path / str(kind), model, optimizer)
         folder = tmp_path / str(kind) / folders(tmp_path / str(kind))[-1]
-        tensors = read_manifest(folder)["tensors"]
-        assert tensors["optimizer.state.embed.weight.master_param"]["dtype"] == "F32"
-        found.append((tensors, [file.read_bytes() for file in files(folder)]))
+        manifest = read_manifest(folder)
+        assert manifest["tensors"]["optimizer.state.embed.weight.master_param"]["dtype"] == "F32"
+        about = {name: (of["dtype"], of["shape"]) for name, of in manifest["tensors"].items()}
+        found.append((about, manifest["paths"], manifest["objects"]))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("placed", ["stream", "resident"])
+def test_a_save_makes_f32_masters_a_part_at_a_time(
+    placed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = pair(1, BF16, master_weights="compact", placement=placed)
+    train(model, optimizer, range(3))
+    write, calls = _core.write_checkpoint, []
+
+    def counted(folder: Any, prefix: str, entries: dict[str, Any], *others: Any) -> Any:
+        calls.append([name for name in entries["name"] if name.endswith("master_param")])
+        return write(folder, prefix, entries, *others)
+
+    monkeypatch.setattr(_core, "write_checkpoint", counted)
+    monkeypatch.setattr(writer, "PART_BYTES", 1)
+    checkpoint.save(tmp_path, model, optimizer)
+    masters = sum(p.requires_grad and p.numel() > 0 for p in model.parameters())
+    assert [len(names) for names in calls[:-1]] == [1] * masters
+    # The empty parameter has no memory to save.
+    assert calls[-1] == ["optimizer.state.nothing.master_param"]
+    saved = snapshot(model, optimizer)
+    again, restored = pair(2, BF16, master_weights="compact", placement=placed)
+    checkpoint.load(tmp_path, again, restored)
+    assert_same(snapshot(again, restored), saved)
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["rows", "columns"])
+def test_parts_of_a_master_are_kept_in_any_order(turned: bool) -> None:
+    master = random((13, 7), 1)
+    master.view(torch.int32)[3, 4] = 0x3F80_8000
+    parameter = torch.nn.Parameter(master.to(BF16).t().contiguous().t() if turned else master.to(BF16))
+    kept = CompactMaster.resident(parameter)
+    for rows, columns in (((5, 13), (0, 7)), ((0, 5), (3, 7)), ((0, 5), (0, 3))):
+        values = master[slice(*rows), slice(*columns)].clone()
+        kept.write_part((rows[0], columns[0]), values)
+    assert torch.equal(kept.read(), master)
+
+
+def test_a_load_that_breaks_off_makes_the_state_distrusted(tmp_path: Path) -> None:
+    def make() -> tuple[Net, forebay.SGD]:
+        model = Net(1, BF16)
+        return model, forebay.SGD(model.parameters(), lr=1e-2, master_weights="compact")
+
+    model, optimizer = make()
+    train(model, optimizer, range(3))
+    checkpoint.save(tmp_path, model, optimizer)
+    damaged = next(file for file in files(tmp_path / folders(tmp_path)[-1]) if "masters" in file.name)
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    again, restored = make()
+    train(again, restored, range(1))
+    with pytest.raises(forebay.CheckpointError, match="damaged"):
+        checkpoint.load(tmp_path, again, restored)
+    with pytest.raises(forebay.CheckpointError, match="cannot be stepped"):
+        restored.step()
 
 
 def test_masters_that_a_checkpoint_lacks_are_their_weights(tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ KINDS_OF_RUN: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "f32": (torch.float32, {}),
     "bf16": (torch.bfloat16, {"amsgrad": True}),
     "placed": (torch.bfloat16, {"amsgrad": True}),
+    "compact": (torch.bfloat16, {"amsgrad": True, "master_weights": "compact"}),
 }
 """Models, with their type and options; two groups of parameters each."""
 
@@ -164,9 +165,11 @@ def spoil(net: Any, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     return addresses(net, optimizer)
 
 
-def addresses(net: Any, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Return where the tensors are, on this rank."""
-    return {name: inner(value).data_ptr() for name, value in values_of(net, optimizer).items()}
+def addresses(net: Any, optimizer: Any) -> dict[str, int]:
+    """Return where the tensors are, on this rank. Compact masters are copies."""
+    copies = ".master_param" if optimizer._options.has_compact_masters else " "
+    found = values_of(net, optimizer).items()
+    return {name: inner(value).data_ptr() for name, value in found if not name.endswith(copies)}
 
 
 def one_more_step(net: Any, optimizer: torch.optim.Optimizer, step: int = SAVED) -> None:
