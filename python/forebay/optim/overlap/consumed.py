@@ -110,10 +110,9 @@ def _are_back(value: Any) -> bool:
     """Have gradients in nested arguments given back, if the step that took them has only guessed."""
     consumed = _first(value)
     overlap = None if consumed is None else consumed._overlap()
-    if consumed is None or overlap is None or overlap.chances is None or torch._C._current_graph_task_id() != -1:
+    if consumed is None or overlap is None or torch._C._current_graph_task_id() != -1:
         return False
-    overlap.discard()
-    return _real(consumed) is not consumed
+    return overlap.give_back() and _real(consumed) is not consumed
 
 
 def _real(value: Any) -> Any:

@@ -83,8 +83,8 @@ def overlap_step(
     if isinstance(inner, InUnits):
         if speculate:
             raise OptionError(
-                f"{label} has no update rule of forebay, so speculate=True does not apply; leave it out: its updates run "
-                "under the next forward"
+                f"{label} has no update rule of forebay, so speculate=True does not apply; leave it out: its updates "
+                "run under the next forward"
             )
         if overlap_bytes != OVERLAP_BYTES:
             raise OptionError(

@@ -503,6 +503,13 @@ class Overlap:
                 one.parameter.grad = one.taken
         self._abandon()
 
+    def give_back(self) -> bool:
+        """Give gradients back if this step has only guessed; return whether steps of this kind can."""
+        if self.chances is None:
+            return False
+        self.discard()
+        return True
+
     def discard(self) -> None:
         """Give a guess up: weights and gradients are as they were after the backward."""
         if self.is_guessing:

@@ -278,6 +278,10 @@ class OverlappedUnits:
         if units is not None and units.overlap is self:
             units.overlap = None
 
+    def give_back(self) -> bool:
+        """Return False: a gradient that the step has is used by it, and never given back."""
+        return False
+
     def stats(self) -> dict[str, float | int]:
         """Return the numbers of the last step; see ``OverlappedStep.stats``."""
         units = self._units()
