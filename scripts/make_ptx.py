@@ -1,4 +1,4 @@
-"""Compile the CUDA kernels to the PTX that ships inside the binary, a file for each.
+"""Compile the CUDA kernels to the PTX that ships inside the binary, a file for each, and one more for each rule.
 
 Needs NVRTC 12.4 (``nvidia-cuda-nvrtc-cu12``), no GPU and no driver. PTX of that version runs on every driver from 550
 on; a newer NVRTC would ask for a newer driver.
@@ -39,24 +39,33 @@ def load_nvrtc() -> ctypes.CDLL:
     return nvrtc
 
 
-def compile_ptx(nvrtc: ctypes.CDLL, source: Path) -> str:
-    """Compile a file of CUDA C++ to PTX text."""
-    # A rule's kernels for another format include the rule's own file.
+def sources() -> dict[str, str]:
+    """Return the CUDA C++ of each PTX file, by its name."""
+    found = {}
+    for path in sorted(FOLDER.glob("*.cu")):
+        text = path.read_text()
+        found[path.stem] = text
+        if "UPDATE_KERNELS(" in text:
+            # A rule: the same arithmetic once more, for compact masters.
+            found[f"{path.stem}_compact"] = f'#include "compact.cuh"\n#include "{path.name}"\n'
+    return found
+
+
+def compile_ptx(nvrtc: ctypes.CDLL, name: str, source: str) -> str:
+    """Compile CUDA C++ to PTX text."""
     headers = sorted([*FOLDER.glob("*.cuh"), *FOLDER.glob("*.cu")])
     texts = (ctypes.c_char_p * len(headers))(*[header.read_bytes() for header in headers])
     names = (ctypes.c_char_p * len(headers))(*[header.name.encode() for header in headers])
     program = ctypes.c_void_p()
     options = (ctypes.c_char_p * len(OPTIONS))(*[option.encode() for option in OPTIONS])
-    nvrtc.nvrtcCreateProgram(
-        ctypes.byref(program), source.read_bytes(), source.name.encode(), len(headers), texts, names
-    )
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), f"{name}.cu".encode(), len(headers), texts, names)
     status = nvrtc.nvrtcCompileProgram(program, len(OPTIONS), options)
     size = ctypes.c_size_t()
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)
     nvrtc.nvrtcGetProgramLog(program, log)
     if status != 0:
-        sys.exit(f"error: {source.name} does not compile\n{log.value.decode()}")
+        sys.exit(f"error: {name}.cu does not compile\n{log.value.decode()}")
     nvrtc.nvrtcGetPTXSize(program, ctypes.byref(size))
     ptx = ctypes.create_string_buffer(size.value)
     nvrtc.nvrtcGetPTX(program, ptx)
@@ -71,15 +80,15 @@ def main() -> None:
     check = parser.parse_args().check
     nvrtc = load_nvrtc()
     stale = {path.name for path in FOLDER.glob("*.ptx")}
-    for source in sorted(FOLDER.glob("*.cu")):
-        path = source.with_suffix(".ptx")
+    for name, source in sources().items():
+        path = FOLDER / f"{name}.ptx"
         stale.discard(path.name)
-        ptx = compile_ptx(nvrtc, source)
+        ptx = compile_ptx(nvrtc, name, source)
         if not check:
             path.write_text(ptx)
             print(f"wrote {path.name}: {len(ptx)} bytes, {ptx.count('.entry')} kernels")
         elif not path.exists() or path.read_text() != ptx:
-            sys.exit(f"error: {path.name} is not what {source.name} gives\nhint: run `make ptx` and commit it")
+            sys.exit(f"error: {path.name} is not what the kernel files give\nhint: run `make ptx` and commit it")
     if stale:
         sys.exit(f"error: no source for {', '.join(sorted(stale))}\nhint: delete what no kernel file makes")
 

@@ -1,5 +1,5 @@
 // One update of many segments with compact masters, for any rule: bf16 weights, and of each master its lower half and a
-// bit. See src/update/master.rs for the format and update.cuh for the rest. A rule's second file includes this one and
+// bit. See src/update/master.rs for the format and update.cuh for the rest. scripts/make_ptx.py compiles this file and
 // then the rule's own, whose UPDATE_KERNELS then makes these kernels.
 //
 // A thread takes eight elements, so that the byte with their carries is its own.

@@ -1,4 +1,0 @@
-// Adam with compact masters.
-
-#include "compact.cuh"
-#include "adam.cu"

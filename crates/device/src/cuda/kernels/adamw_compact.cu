@@ -1,4 +1,0 @@
-// AdamW with compact masters.
-
-#include "compact.cuh"
-#include "adamw.cu"

@@ -1,4 +1,0 @@
-// Lion with compact masters.
-
-#include "compact.cuh"
-#include "lion.cu"

@@ -1,4 +1,0 @@
-// Stochastic gradient descent with compact masters.
-
-#include "compact.cuh"
-#include "sgd.cu"
