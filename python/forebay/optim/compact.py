@@ -12,7 +12,7 @@ import torch
 
 from forebay import _core
 from forebay._device import CPU
-from forebay._tensors import address, dense_strides, in_order, local, state_like, storage_address
+from forebay._tensors import address, check_memory, dense_strides, in_order, local, state_like, storage_address
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,6 +60,7 @@ class CompactMaster(dict[str, torch.Tensor]):
         inner = local(self.parameter).detach()
         strides, elements = dense_strides(inner), inner.numel()
         flat = torch.empty(elements, dtype=torch.float32, device=CPU)
+        self._check_awake()
         if elements:
             weights = torch.as_strided(in_order(inner, strides), (elements,), (1,)).to(CPU)
             low, carry = self[LOW].to(CPU), self[CARRY].to(CPU)
@@ -86,6 +87,7 @@ class CompactMaster(dict[str, torch.Tensor]):
         strides, elements = dense_strides(inner), inner.numel()
         if not elements or standing_for(value) is self:
             return
+        self._check_awake()
         masters = torch.empty_strided(inner.shape, strides, dtype=torch.float32, device=CPU)
         masters.copy_(local(value).detach().reshape(inner.shape))
         low, carry = (part if part.device == CPU else part.to(CPU) for part in (self[LOW], self[CARRY]))
@@ -120,6 +122,12 @@ class CompactMaster(dict[str, torch.Tensor]):
         weights = local(self.parameter).detach()
         rounded = local(value).detach().reshape(weights.shape).to(weights.device, torch.float32).to(weights.dtype)
         return bool(((rounded == weights) | (rounded.isnan() & weights.isnan())).all())
+
+    def _check_awake(self) -> None:
+        """Raise if memory was taken away, as from a sleeping model."""
+        check_memory(local(self.parameter), "a parameter with a compact master")
+        for part in self.values():
+            check_memory(part, "a compact master")
 
     def reset(self) -> None:
         """Make the master equal its weight."""

@@ -420,6 +420,8 @@ def test_state_sleeps_and_wakes_with_the_bits(device: torch.device, placement: s
                 sleeper.sleep()
                 kept = [room.compact["master_low"].untyped_storage() for room in optimizer.state.rooms.values()]
                 assert all((storage.nbytes() == 0) == (placement == "resident") for storage in kept)
+                with pytest.raises(forebay.OptionError, match="a parameter with a compact master has an empty storage"):
+                    optimizer.state[parameters[0]]["master_param"]
                 sleeper.wake(lazy=lazy)
         if sleeper is not None and lazy:
             model(torch.ones(2, 24, device=device, dtype=BF16))

@@ -7,6 +7,7 @@
 //! FMA and F16C, and for AVX-512.
 
 pub(crate) mod convert;
+mod halves;
 pub(crate) mod vector;
 
 use std::ops::Range;
@@ -15,8 +16,8 @@ use std::sync::LazyLock;
 use crate::error::{Error, Result};
 use crate::kernel::Dtype;
 use crate::memory::Region;
-use crate::update::master::CARRIES;
 use crate::update::{Arithmetic, MAX_COLUMNS, MAXIMIZE, Master, Rule, Scalars, Segment, Splat};
+use halves::Halves;
 use vector::Vector;
 
 /// What every CPU of an architecture has.
@@ -130,66 +131,6 @@ impl Elements {
                 Dtype::Bf16 if streams => value.stream_bf16(self.at(at)),
                 Dtype::Bf16 => value.store_bf16(self.at(at)),
                 Dtype::F16 => value.store_f16(self.at(at)),
-            }
-        }
-    }
-}
-
-/// The lower halves of compact masters, and the carries of rounding.
-#[derive(Clone, Copy)]
-struct Halves {
-    low: usize,
-    carry: usize,
-}
-
-impl Halves {
-    const NONE: Self = Self { low: 0, carry: 0 };
-
-    fn low(self, at: usize) -> *mut u16 {
-        (self.low as *mut u16).wrapping_add(at)
-    }
-
-    fn carry(self, at: usize) -> *mut u8 {
-        (self.carry as *mut u8).wrapping_add(at / CARRIES as usize)
-    }
-
-    /// The masters of weights, from `at` on.
-    ///
-    /// # Safety
-    /// As [`Vector`]'s, for the elements from `at` on; `at` must be a multiple of the vector's lanes.
-    #[inline(always)]
-    unsafe fn join<V: Vector>(self, weight: V, at: usize, ahead: usize) -> V {
-        prefetch(self.low(at + ahead));
-        // SAFETY: as the caller promises. A vector's carries are whole bytes, or all in one.
-        unsafe {
-            let first = self.carry(at);
-            let carry = match V::N {
-                16 => u32::from(first.cast::<u16>().read_unaligned()),
-                8 => u32::from(first.read()),
-                _ => u32::from(first.read()) >> (at % CARRIES as usize) & ((1 << V::N) - 1),
-            };
-            let master = weight.with_low(self.low(at), carry);
-            master.unless_replaced(master.rounded_bf16(), weight)
-        }
-    }
-
-    /// Keeps of masters what their rounding does not have.
-    ///
-    /// # Safety
-    /// As [`Self::join`].
-    #[inline(always)]
-    unsafe fn keep<V: Vector>(self, master: V, at: usize) {
-        // SAFETY: as the caller promises.
-        unsafe {
-            let carry = master.store_low(master.rounded_bf16(), self.low(at));
-            let first = self.carry(at);
-            match V::N {
-                16 => first.cast::<u16>().write_unaligned(carry as u16),
-                8 => first.write(carry as u8),
-                _ => {
-                    let (shift, lanes) = (at % CARRIES as usize, (1u32 << V::N) - 1);
-                    first.write(first.read() & !((lanes << shift) as u8) | (carry << shift) as u8);
-                }
             }
         }
     }
@@ -442,7 +383,7 @@ impl Unit {
     /// # Safety
     /// The segment's operands must be checked for the rule (live, aligned, equal in elements, no two overlapping) memory
     /// that the CPU can reach, `range` must lie inside them, and nobody else may touch that range of any of them
-    /// meanwhile. With compact masters a range begins at a multiple of [`CARRIES`] elements.
+    /// meanwhile. With compact masters a range begins at a multiple of [`CARRIES`](crate::update::master::CARRIES) elements.
     pub(crate) unsafe fn sweep(self, rule: &Rule, segment: &Segment, range: Range<usize>, how: Sweep<'_>) {
         // SAFETY: as the caller promises.
         unsafe { (rule.sweep)(self, segment, range, how) };
