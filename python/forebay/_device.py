@@ -175,6 +175,26 @@ def accelerator_memory(device: torch.device) -> tuple[int, int]:
     return _accelerator.memory_of(device)
 
 
+def model_name(device: torch.device) -> str:
+    """Return what a device is called by who made it, or torch's name where only that is known."""
+    return str(torch.cuda.get_device_name(device)) if is_cuda(device) else str(device)
+
+
+def has_nvtx() -> bool:
+    """Whether ranges of NVTX can be made: where CUDA is there."""
+    return torch.cuda.is_available()
+
+
+def begin_nvtx(name: str) -> Any:
+    """Begin a range of NVTX, and return what ends it."""
+    return torch.cuda.nvtx.range_start(name)
+
+
+def end_nvtx(begun: Any) -> None:
+    """End a range of NVTX."""
+    torch.cuda.nvtx.range_end(begun)
+
+
 def random_offset(device: torch.device) -> int | None:
     """Return how many numbers a GPU's default generator has drawn; None on the CPU."""
     return int(torch.cuda.default_generators[device.index or 0].get_offset()) if is_cuda(device) else None

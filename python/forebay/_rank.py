@@ -6,10 +6,20 @@ import os
 import sys
 
 
-def rank() -> int:
-    """Return torch's rank, or what the launcher has set, or 0."""
+def ranks() -> tuple[int, int]:
+    """Return this process's rank and how many there are: as torch says, or as the launcher has set, or one."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_rank())
-    given = os.environ.get("RANK", "")
+        return int(distributed.get_rank()), int(distributed.get_world_size())
+    mine, count = _number("RANK"), _number("WORLD_SIZE")
+    return mine, max(count, mine + 1)
+
+
+def rank() -> int:
+    """Return the rank alone."""
+    return ranks()[0]
+
+
+def _number(name: str) -> int:
+    given = os.environ.get(name, "")
     return int(given) if given.isascii() and given.isdigit() else 0

@@ -540,7 +540,10 @@ fn columns_that_are_not_the_rule_s_are_refused_by_name() {
             "master_carry, master_low are not the columns of one format of masters",
         ),
         (vec![mean, square, MASTER_LOW], "master_low are not the columns of one format of masters"),
-        (vec![mean, square, MASTER, MASTER_LOW, MASTER_CARRY], "are not the columns of one format of masters"),
+        (
+            vec![mean, square, MASTER, MASTER_LOW, MASTER_CARRY],
+            "master_param, master_low, master_carry are not the columns of one format of masters",
+        ),
         (vec![mean, square, MASTER_LOW, MASTER_CARRY, largest], "its columns are not in the order of adamw"),
     ] {
         for placement in PLACEMENTS {

@@ -115,7 +115,7 @@ def _in_order(rows: dict[int, Row]) -> list[Row]:
 def _machine() -> Row:
     device = _device.default_device()
     is_gpu = _device.is_gpu(device)
-    name = torch.cuda.get_device_name(device) if _device.is_cuda(device) else str(device)
+    name = _device.model_name(device)
     return {
         "device": str(device),
         "name": name if is_gpu else platform.machine(),

@@ -171,7 +171,7 @@ class Passes:
             with suppress(Error, RuntimeError):
                 handle = _device.stream_handle(device)
                 work = self._reports.core.begin_on_stream(_device.engine_name(device), handle, name, self._step)
-        nvtx = torch.cuda.nvtx.range_start(name) if self._nvtx else None
+        nvtx = _device.begin_nvtx(name) if self._nvtx else None
         self._open = _Open(name, owner, self._reports.core.now_ns(), work, nvtx)
 
     def _end(self) -> None:
@@ -189,7 +189,7 @@ class Passes:
 
     def _abandon(self) -> None:
         if self._open is not None and self._open.nvtx is not None:
-            torch.cuda.nvtx.range_end(self._open.nvtx)
+            _device.end_nvtx(self._open.nvtx)
         self._open = None
         self._arm()
 

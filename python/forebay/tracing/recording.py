@@ -7,10 +7,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-import torch
-
-from forebay import _core, _trace
+from forebay import _core, _device, _trace
 from forebay._checks import whole
+from forebay._rank import ranks
 from forebay.errors import Error, OptionError
 from forebay.tracing.contents import Contents
 from forebay.tracing.passes import Passes
@@ -48,11 +47,11 @@ class trace:  # noqa: N801 -- a context manager, named as it is used
             raise OptionError(f"invalid path: {path!r}; give the name of the file to write")
         if nvtx is not None and not isinstance(nvtx, bool):
             raise OptionError(f"invalid nvtx: {nvtx!r}; use True, False or None")
-        if nvtx and not torch.cuda.is_available():
+        if nvtx and not _device.has_nvtx():
             raise OptionError("nvtx=True needs CUDA, which this process does not have; leave it out")
         self._given = os.fspath(path)
         self._capacity = whole("capacity", capacity, 1)
-        self._nvtx = torch.cuda.is_available() if nvtx is None else nvtx
+        self._nvtx = _device.has_nvtx() if nvtx is None else nvtx
         self._reports: _trace.Reports | None = None
         self._passes: Passes | None = None
         self._contents = Contents()
@@ -100,16 +99,6 @@ class trace:  # noqa: N801 -- a context manager, named as it is used
             error.add_note(f"its trace was not written: {failed}")
         finally:
             _trace.current = None
-
-
-def ranks() -> tuple[int, int]:
-    """Return this process's rank and how many there are, as torch.distributed or its launcher says."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    rank, count = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    if rank.isdecimal() and count.isdecimal() and int(rank) < int(count):
-        return int(rank), int(count)
-    return 0, 1
 
 
 def path_of(given: str, rank: int, count: int) -> Path:

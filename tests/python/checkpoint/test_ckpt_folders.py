@@ -13,7 +13,6 @@ from torch.distributed import checkpoint as dcp
 
 import forebay
 from forebay import _core, checkpoint
-from forebay.checkpoint import progress as _progress
 from support.checkpoint import ALONE, folders, pair, snapshot, train
 from support.processes import in_child
 from support.tensors import assert_same
@@ -167,31 +166,6 @@ class Terminal(io.StringIO):
     def isatty(self) -> bool:
         """Say so."""
         return True
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_a_bar_is_drawn_on_a_terminal_only(terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = Terminal() if terminal else io.StringIO()
-    monkeypatch.setattr(sys, "stderr", screen)
-    model, optimizer = pair()
-    train(model, optimizer, range(1))
-    checkpoint.save(tmp_path, model, optimizer)
-    checkpoint.load(tmp_path, model, optimizer)
-    drawn = screen.getvalue()
-    assert bool(drawn) == terminal
-    # Wiped when it is over.
-    assert not terminal or drawn.endswith(f"\r{'':78}\r")
-
-
-def test_a_bar_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    screen = Terminal()
-    monkeypatch.setattr(sys, "stderr", screen)
-    with _progress.bar("saving x", 2_000_000_000) as moved:
-        while "saving x" not in screen.getvalue():
-            pass
-        assert moved.bytes() == 0
-    assert "saving x [" in screen.getvalue()
-    assert "0.00 of 2.00 GB" in screen.getvalue()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -7,13 +7,16 @@ import itertools
 import os
 import socket
 import threading
+import weakref
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 import forebay
-from forebay import checkpoint
+from forebay import _registry, checkpoint
+from forebay.optim.base import Optimizer
 from support.optim import TINY, give_gradients, make
 from support.trace import blocks, everything, read, steps
 
@@ -22,9 +25,9 @@ STATE_BYTES = 8 * 4 * (64 * 64 + 64)
 
 
 def traced(tmp_path: Path, work, **options):
-    # What is alive is in the file, also what earlier tests left.
-    gc.collect()
-    with forebay.trace(tmp_path / "run.json", **options):
+    # What is alive is in the file, and other tests may have left something.
+    alive = mock.patch.object(Optimizer, "alive", weakref.WeakSet())
+    with alive, mock.patch.dict(_registry._found, clear=True), forebay.trace(tmp_path / "run.json", **options):
         kept = work()
     return read(tmp_path / "run.json"), kept
 

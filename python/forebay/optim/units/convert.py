@@ -75,7 +75,7 @@ class InUnits:
         place = names.index("closure") if "closure" in names else len(arguments)
         closure = arguments[place] if place < len(arguments) else keywords.get("closure")
         if closure is not None and self._units.overlap is not None:
-            raise OptionError("step(closure) is not supported under overlap_step: call step() after a backward")
+            raise OptionError("step(closure) is not supported under overlap_step; call step() after a backward")
         if closure is not None and self._units.verdict.calls_closure:
             # Before the first unit: a closure may read all groups. Each unit is given the loss.
             with torch.enable_grad():

@@ -167,7 +167,8 @@ def spoil(net: Any, optimizer: torch.optim.Optimizer) -> dict[str, int]:
 
 def addresses(net: Any, optimizer: Any) -> dict[str, int]:
     """Return where the tensors are, on this rank. Compact masters are copies."""
-    copies = ".master_param" if optimizer._options.has_compact_masters else " "
+    options = getattr(optimizer, "_options", None)
+    copies = ".master_param" if options is not None and options.has_compact_masters else " "
     found = values_of(net, optimizer).items()
     return {name: inner(value).data_ptr() for name, value in found if not name.endswith(copies)}
 
