@@ -12,7 +12,8 @@ def ranks() -> tuple[int, int]:
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank()), int(distributed.get_world_size())
     mine, count = _number("RANK"), _number("WORLD_SIZE")
-    return mine, max(count, mine + 1)
+    # Without the number of ranks there is at least this one.
+    return (0, 1) if 0 < count <= mine else (mine, count or mine + 1)
 
 
 def rank() -> int:

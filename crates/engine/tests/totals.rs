@@ -40,16 +40,16 @@ fn totals_are_exact_and_count_once_what_is_shared() -> Result<()> {
     let budget = || PinnedBudget::new(None);
 
     // Pinned memory, by use, until the last clone is dropped.
-    let sleep = Allocator::serving(Use::Sleep, device.clone(), budget());
-    let lease = sleep.pin(&[10_000]).unwrap();
+    let sleep = Allocator::within(device.clone(), budget());
+    let lease = sleep.pin_for(Use::Sleep, &[10_000]).unwrap();
     let other = lease.clone();
     assert_eq!((pinned(Use::Sleep), pinned(Use::Optimizer)), (lease.bytes(), 0));
     drop(lease);
     assert_eq!(pinned(Use::Sleep), other.bytes());
     drop(other);
     assert_eq!(pinned(Use::Sleep), 0);
-    let tight = Allocator::serving(Use::Sleep, device.clone(), PinnedBudget::new(Some(1)));
-    assert!(tight.pin(&[10_000]).is_err());
+    let tight = Allocator::within(device.clone(), PinnedBudget::new(Some(1)));
+    assert!(tight.pin_for(Use::Sleep, &[10_000]).is_err());
     assert_eq!(totals().pinned_bytes, [0; 4], "what was refused does not count");
 
     // One ring for two users, and what crosses the wire.

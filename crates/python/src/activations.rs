@@ -3,7 +3,6 @@
 use forebay::activations::{Compute, Key, Location, Offload, OffloadOptions};
 use forebay::device::{Backend, CpuDevice, CpuOptions, LinkOptions, SharedDevice, open};
 use forebay::memory::{Allocator, PinnedBudget};
-use forebay::totals::Use;
 use forebay::{Result, activations};
 use pyo3::prelude::*;
 
@@ -127,7 +126,7 @@ impl Activations {
         guard::run(py, || {
             let device = open_device(device, link_bytes_per_s)?;
             let is_cpu = device.info().backend == Backend::Cpu;
-            let allocator = Allocator::serving(Use::Activations, device, PinnedBudget::new(pinned_budget_bytes));
+            let allocator = Allocator::within(device, PinnedBudget::new(pinned_budget_bytes));
             let offload = Offload::new(allocator, OffloadOptions { fraction, max_in_flight_bytes })?;
             let host = is_cpu.then(|| offload.own_compute()).transpose()?;
             Ok(Self { offload: Unlocked::new(offload), host })

@@ -3,9 +3,8 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use forebay::device::open;
-use forebay::memory::{Allocator, PinnedBudget};
+use forebay::memory::Allocator;
 use forebay::sleep::{Direction, Sleeper, Transfer};
-use forebay::totals::Use;
 use forebay::{Error, Result};
 use pyo3::prelude::*;
 
@@ -42,7 +41,7 @@ impl Slabs {
     #[pyo3(signature = (device, readable=false))]
     fn new(py: Python<'_>, device: &str, readable: bool) -> PyResult<Self> {
         guard::run(py, || {
-            let allocator = Allocator::serving(Use::Sleep, open(device)?, PinnedBudget::default());
+            let allocator = Allocator::new(open(device)?);
             let sleeper = if readable { Sleeper::readable(allocator) } else { Sleeper::new(allocator) };
             Ok(Self { transfer: Unlocked::new(Mutex::default()), sleeper: Unlocked::new(sleeper) })
         })

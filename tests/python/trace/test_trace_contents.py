@@ -25,7 +25,8 @@ STATE_BYTES = 8 * 4 * (64 * 64 + 64)
 
 
 def traced(tmp_path: Path, work, **options):
-    # What is alive is in the file, and other tests may have left something.
+    # What is alive is in the file, and what ends meanwhile; other tests may have left something.
+    gc.collect()
     alive = mock.patch.object(Optimizer, "alive", weakref.WeakSet())
     with alive, mock.patch.dict(_registry._found, clear=True), forebay.trace(tmp_path / "run.json", **options):
         kept = work()

@@ -17,6 +17,7 @@ use forebay_device::{Error as DeviceError, HostMemory, Region, Slab, SlabLayout}
 use crate::error::{Error, Result};
 use crate::flow::{InFlight, Mark};
 use crate::memory::{Allocator, Lease};
+use crate::totals::Use;
 
 /// Blocks start and end at multiples of this, so that copies are aligned.
 const GRAIN_BYTES: u64 = 512;
@@ -229,7 +230,7 @@ impl Blocks {
     }
 
     fn pin(&mut self, bytes: u64) -> Result<()> {
-        let slab = self.allocator.pin(&[bytes])?;
+        let slab = self.allocator.pin_for(Use::Activations, &[bytes])?;
         // A slab ends with its page; the part asked for is what the gaps cover.
         self.pinned_bytes += slab.bytes();
         let gaps = BTreeMap::from([(0, Gap { bytes: bytes / GRAIN_BYTES * GRAIN_BYTES, end: None })]);

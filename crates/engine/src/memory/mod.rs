@@ -17,7 +17,6 @@ use crate::totals::{Held, Use};
 pub struct Allocator {
     device: SharedDevice,
     budget: PinnedBudget,
-    purpose: Use,
 }
 
 /// Pinned memory of an [`Allocator`]. It counts against the budget until the last clone is dropped.
@@ -43,14 +42,9 @@ impl Allocator {
         Self::within(device, PinnedBudget::default())
     }
 
-    /// On a device and within a budget, for optimizers.
+    /// On a device and within a budget.
     pub fn within(device: SharedDevice, budget: PinnedBudget) -> Arc<Self> {
-        Self::serving(Use::Optimizer, device, budget)
-    }
-
-    /// On a device and within a budget, for what the process's totals say.
-    pub fn serving(purpose: Use, device: SharedDevice, budget: PinnedBudget) -> Arc<Self> {
-        Arc::new(Self { device, budget, purpose })
+        Arc::new(Self { device, budget })
     }
 
     /// The device it allocates on.
@@ -63,12 +57,17 @@ impl Allocator {
         &self.budget
     }
 
-    /// Pins a slab with parts of these sizes.
+    /// Pins a slab with parts of these sizes, for an optimizer.
     pub fn pin(&self, part_bytes: &[u64]) -> Result<Lease<Slab>> {
+        self.pin_for(Use::Optimizer, part_bytes)
+    }
+
+    /// The same for what the process's totals then say.
+    pub fn pin_for(&self, of: Use, part_bytes: &[u64]) -> Result<Lease<Slab>> {
         let layout = SlabLayout::new(part_bytes)?;
         let bytes = layout.bytes();
         let lease = self.lease(bytes, || Ok(self.device.pin(layout)?))?;
-        Ok(Lease { _held: Some(Arc::new(Held::pinned(self.purpose, bytes))), ..lease })
+        Ok(Lease { _held: Some(Arc::new(Held::pinned(of, bytes))), ..lease })
     }
 
     /// Counts pinned memory against the budget, before it is pinned. Memory that several users share counts in full for

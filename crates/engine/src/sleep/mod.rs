@@ -28,6 +28,7 @@ use crate::error::{Error, Result};
 use crate::flow::{Mark, Marks};
 use crate::memory::{Allocator, Lease};
 use crate::sync::{Mutex, lock};
+use crate::totals::Use;
 
 /// Staging slots, and transfers in flight.
 pub const SLOTS: usize = 4;
@@ -95,7 +96,7 @@ impl SleepSlabs {
             self.clear();
             return self.place(allocator, wants);
         }
-        let slab = allocator.pin(&added)?;
+        let slab = allocator.pin_for(Use::Sleep, &added)?;
         self.slabs.push(slab);
         self.segments.extend((0..added.len()).map(|part| (self.slabs.len() - 1, part)));
         self.layout = layout;
