@@ -308,7 +308,7 @@ fn cuda_files_do_with_masters_what_rules_do() {
 #[test]
 fn cuda_files_compare_and_round_masters_as_rules_do() {
     let Some((kernels, folder)) = folders("cuda-compare") else { return };
-    let (prelude, _) = PROGRAM.split_once("#include \"update.cuh\"").unwrap();
+    let (prelude, _) = PROGRAM.split_once("#include \"compact.cuh\"").unwrap();
     let program = build(&kernels, &folder, "masters", &format!("{prelude}{MASTERS}"));
     for (number, dtype) in masters::DTYPES.into_iter().enumerate() {
         for changed in [None, Some((0, 0)), Some((2, 4096)), Some((3, 69))] {
