@@ -17,6 +17,8 @@ UV := $(PY) -m uv --quiet
 MATURIN := $(PY) -m maturin
 PY_SOURCES := bench docs examples python scripts tests
 TARGET := $(or $(CARGO_TARGET_DIR),target)
+# A thread is preempted at most so often in a test under loom. More find little and take minutes; empty for no limit.
+PREEMPTIONS ?= 3
 # Processes that run Python tests side by side.
 WORKERS ?= $(shell nproc)
 NEXTEST := $(or $(shell command -v cargo-nextest),.tools/bin/cargo-nextest)
@@ -59,6 +61,7 @@ test: lint test-rust loom test-python ## everything: lints, Rust tests, loom, Py
 test-long: export FOREBAY_LONG := 1
 test-long: RUST_PROFILE := --profile long
 test-long: PYTEST_OPTIONS := --timeout 1200
+test-long: PREEMPTIONS :=
 test-long: test ## the same with all seeds, twenty times the random cases, a million manifests and thousands of kills
 
 .PHONY: lint
@@ -88,9 +91,9 @@ test-rust: $(NEXTEST) ## Rust tests and doctests
 	cargo test --locked --doc
 
 .PHONY: loom
-loom: $(NEXTEST) ## every interleaving of the concurrent parts, with loom
+loom: $(NEXTEST) ## interleavings of the concurrent parts, with loom: up to three preemptions, and all in test-long
 	$(call heading,Loom)
-	RUSTFLAGS="$${RUSTFLAGS:-} --cfg loom" $(NEXTEST) nextest run --locked --cargo-profile loom --package forebay --lib \
+	$(if $(PREEMPTIONS),LOOM_MAX_PREEMPTIONS=$(PREEMPTIONS)) RUSTFLAGS="$${RUSTFLAGS:-} --cfg loom" $(NEXTEST) nextest run --locked --cargo-profile loom --package forebay --lib \
 		--target-dir $(TARGET)/loom --profile loom --no-tests fail loom
 
 .PHONY: test-python

@@ -27,6 +27,7 @@ Row = dict[str, Any]
 class Contents:
     """Forebay's objects: those that ended within the trace as they were then, the others as they are at its end."""
 
+    wire: Row | None = None
     optimizers: dict[int, Row] = field(default_factory=dict)
     overlaps: dict[int, Row] = field(default_factory=dict)
     activations: dict[int, Row] = field(default_factory=dict)
@@ -60,7 +61,7 @@ class Contents:
                 self.layers |= {(owner, number): layer for number, layer in enumerate(row["layers"])}
         return {
             "machine": _machine(),
-            "wire": None,
+            "wire": self.wire,
             "optimizers": _in_order(self.optimizers),
             "overlaps": _in_order(self.overlaps),
             "activations": _in_order(self.activations),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from forebay import _core, _device, _trace
 from forebay._checks import whole
@@ -40,9 +40,18 @@ class trace:  # noqa: N801 -- a context manager, named as it is used
         dropped and counted.
     nvtx
         Whether passes are also NVTX ranges, for Nsight Systems. By default where CUDA is available.
+    probe
+        What ``forebay.probe()`` has measured on this machine. A report then compares the wire with its limit.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, capacity: int = CAPACITY, nvtx: bool | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        capacity: int = CAPACITY,
+        nvtx: bool | None = None,
+        probe: dict[str, Any] | None = None,
+    ) -> None:
         if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
             raise OptionError(f"invalid path: {path!r}; give the name of the file to write")
         if nvtx is not None and not isinstance(nvtx, bool):
@@ -54,7 +63,7 @@ class trace:  # noqa: N801 -- a context manager, named as it is used
         self._nvtx = _device.has_nvtx() if nvtx is None else nvtx
         self._reports: _trace.Reports | None = None
         self._passes: Passes | None = None
-        self._contents = Contents()
+        self._contents = Contents(_limit(probe))
         self._process = 0
         # As they were when the block was entered.
         self._ranks: tuple[int, int] | None = None
@@ -99,6 +108,18 @@ class trace:  # noqa: N801 -- a context manager, named as it is used
             error.add_note(f"its trace was not written: {failed}")
         finally:
             _trace.current = None
+
+
+def _limit(probe: dict[str, Any] | None) -> dict[str, float] | None:
+    """Return the limit of the wire that a probe has found: one way alone, and each way with both busy."""
+    if probe is None:
+        return None
+    try:
+        fetch = max(float(copy["pinned_fetch_gbps"]) for copy in probe["copies"])
+        store = max(float(copy["pinned_store_gbps"]) for copy in probe["copies"])
+        return {"fetch_gbps": fetch, "store_gbps": store, "both_gbps": float(probe["wire_gbps"])}
+    except (KeyError, TypeError, ValueError):
+        raise OptionError(f"invalid probe: {type(probe).__name__}; give what forebay.probe() returns") from None
 
 
 def path_of(given: str, rank: int, count: int) -> Path:

@@ -186,6 +186,16 @@ def test_objects_that_ended_within_the_trace_are_described(tmp_path):
     assert {span["args"]["optimizer"] for span in trace.spans("fetch")} == {"SGD 0", "SGD 1"}
 
 
+def test_a_probe_is_the_limit_of_the_wire(tmp_path):
+    copies = [
+        {"copy_bytes": 1 << 20, "pinned_fetch_gbps": 40.0, "pinned_store_gbps": 41.5},
+        {"copy_bytes": 1 << 24, "pinned_fetch_gbps": 55.0, "pinned_store_gbps": 39.0},
+    ]
+    trace, _ = traced(tmp_path, lambda: None, probe={"copies": copies, "wire_gbps": 50.5})
+    assert trace.header["wire"] == {"fetch_gbps": 55.0, "store_gbps": 41.5, "both_gbps": 50.5}
+    assert traced(tmp_path, lambda: None)[0].header["wire"] is None
+
+
 def test_a_plan_of_activations_is_in_the_file(tmp_path):
     def work():
         model = blocks(torch.device("cpu"), count=5)

@@ -72,6 +72,8 @@ def test_an_older_file_stays_until_the_new_one_is_written(tmp_path):
         ({"path": "x", "capacity": 0}, "invalid capacity: 0"),
         ({"path": "x", "capacity": 1.5}, "invalid capacity: 1.5"),
         ({"path": "x", "nvtx": "yes"}, "invalid nvtx"),
+        ({"path": "x", "probe": 50.0}, "invalid probe: float; give what"),
+        ({"path": "x", "probe": {"copies": []}}, "invalid probe: dict"),
     ],
 )
 def test_options_are_checked_when_it_is_made(options, words):
