@@ -62,7 +62,7 @@ test-long: export FOREBAY_LONG := 1
 test-long: RUST_PROFILE := --profile long
 test-long: PYTEST_OPTIONS := --timeout 1200
 test-long: PREEMPTIONS :=
-test-long: test ## the same with all seeds, twenty times the random cases, a million manifests and thousands of kills
+test-long: test test-bench ## the same with all seeds, twenty times the random cases, a million manifests and thousands of kills
 
 .PHONY: lint
 lint: $(DEPS) ## formatting, clippy, ruff, mypy, shipped PTX
@@ -99,9 +99,14 @@ loom: $(NEXTEST) ## interleavings of the concurrent parts, with loom: up to thre
 .PHONY: test-python
 test-python: check-stubs ## Python tests, against the installed wheel
 	$(call heading,Python tests)
-	$(PY) -m pytest --numprocesses $(WORKERS) $(PYTEST_OPTIONS)
+	$(PY) -m pytest --numprocesses $(WORKERS) $(PYTEST_OPTIONS) --ignore tests/python/test_bench.py
 	$(call heading,Python tests on the fake accelerator)
 	$(PY) -m pytest -c tests/accelerator/pytest.ini --numprocesses $(WORKERS) $(PYTEST_OPTIONS) tests/accelerator
+
+.PHONY: test-bench
+test-bench: $(WHEEL) ## every benchmark and the demo, small
+	$(call heading,Benchmarks)
+	$(PY) -m pytest --numprocesses $(WORKERS) $(PYTEST_OPTIONS) tests/python/test_bench.py
 
 .PHONY: test-report
 test-report: $(WHEEL) ## the page of `forebay report`, in a real browser
