@@ -18,7 +18,7 @@ MATURIN := $(PY) -m maturin
 PY_SOURCES := bench docs examples python scripts tests
 TARGET := $(or $(CARGO_TARGET_DIR),target)
 # A thread is preempted at most so often in a test under loom. More find little and take minutes; empty for no limit.
-PREEMPTIONS ?= 3
+PREEMPTIONS ?= 5
 # Processes that run Python tests side by side.
 WORKERS ?= $(shell nproc)
 NEXTEST := $(or $(shell command -v cargo-nextest),.tools/bin/cargo-nextest)
@@ -91,7 +91,7 @@ test-rust: $(NEXTEST) ## Rust tests and doctests
 	cargo test --locked --doc
 
 .PHONY: loom
-loom: $(NEXTEST) ## interleavings of the concurrent parts, with loom: up to three preemptions, and all in test-long
+loom: $(NEXTEST) ## interleavings of the concurrent parts, with loom: up to five preemptions, and all in test-long
 	$(call heading,Loom)
 	$(if $(PREEMPTIONS),LOOM_MAX_PREEMPTIONS=$(PREEMPTIONS)) RUSTFLAGS="$${RUSTFLAGS:-} --cfg loom" $(NEXTEST) nextest run --locked --cargo-profile loom --package forebay --lib \
 		--target-dir $(TARGET)/loom --profile loom --no-tests fail loom
