@@ -186,6 +186,11 @@ class AnyOrder:
             loaded = values(self.model, self.optimizers)
             for name, tensor in named(self.twin, self.its).items():
                 tensor.detach().copy_(loaded[name])
+            if self.kind == "compact":
+                # What is shown of a compact master is a copy; it is assigned instead, after the weight.
+                names = {parameter: name for name, parameter in self.twin.named_parameters()}
+                for parameter, state in self.its[0].state.items():
+                    state["master_param"] = loaded[f"{names[parameter]}.master_param"]
 
 
 def named(model: torch.nn.Module, optimizers: Any) -> dict[str, torch.Tensor]:
