@@ -86,10 +86,13 @@ impl DeviceClock {
         anchor.at_ns.checked_sub(self.device.elapsed_ns(event, anchor.mark.event()).ok()?)
     }
 
-    /// Begin and end of work, if it began within the trace.
+    /// Begin and end of work that has ended, if it began within the trace. The anchor is not exact, but nothing ends after
+    /// it was seen to have ended.
     pub(crate) fn span_ns(&self, begin: &Event, end: &Event) -> Option<(u64, u64)> {
         let start = self.at_ns(begin)?;
-        Some((start, start + self.device.elapsed_ns(begin, end).ok()?))
+        let end = start + self.device.elapsed_ns(begin, end).ok()?;
+        let seen = self.zero.elapsed().as_nanos() as u64;
+        Some((start.min(seen), end.min(seen)))
     }
 
     fn anchor(&self) -> std::sync::MutexGuard<'_, Anchor> {
@@ -207,5 +210,24 @@ impl Pending {
     pub(super) fn span(&self) -> Option<Span> {
         let (start_ns, end_ns) = self.clock.span_ns(self.begin.event(), self.end.event())?;
         Some(Span { start_ns, end_ns, ..self.span })
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    /// A thread that is interrupted while it sets the anchor sets it too late.
+    #[test]
+    fn nothing_ends_after_it_was_seen_to_have_ended() {
+        let (device, zero) = (forebay_device::open("cpu").unwrap(), Instant::now());
+        let clock = DeviceClock::new(&device, zero).unwrap();
+        clock.anchor.lock().unwrap().at_ns += 3_600_000_000_000;
+        let (begin, end) = (clock.marks.take().unwrap(), clock.marks.take().unwrap());
+        begin.record(&clock.stream).unwrap();
+        end.record(&clock.stream).unwrap();
+        end.synchronize().unwrap();
+        let (started, ended) = clock.span_ns(begin.event(), end.event()).unwrap();
+        assert!(started <= ended && ended <= zero.elapsed().as_nanos() as u64, "{started} to {ended}");
     }
 }
