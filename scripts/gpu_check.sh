@@ -67,11 +67,18 @@ install() {
         python3 -c 'import forebay, torch; print(forebay.__version__, forebay.backends(), torch.__version__)'
 }
 
+# Each module of a binary in a process of its own: what belongs to a process, such as a trace, is for one module alone.
 rust_tests() {
-    local binary status=0
+    local binary module names tests status=0
     for binary in "$scratch"/tests/*; do
-        echo "-- $(basename "$binary")"
-        timeout --kill-after=10 240 "$binary" --test-threads=4 || { echo "FAILED: $binary: exit code $?"; status=1; }
+        tests=$("$binary" --list --format terse | sed -n 's/: test$//p')
+        [ -n "$tests" ] || { echo "FAILED: $binary: no tests"; status=1; }
+        for module in $(sed 's/::.*//' <<<"$tests" | sort -u); do
+            echo "-- $(basename "$binary") $module"
+            mapfile -t names < <(awk -F:: -v "module=$module" '$1 == module' <<<"$tests")
+            timeout --kill-after=10 240 "$binary" --test-threads=4 --exact "${names[@]}" ||
+                { echo "FAILED: $binary $module: exit code $?"; status=1; }
+        done
     done
     return $status
 }

@@ -3,8 +3,6 @@
 //! Every device is wrapped in a `Fault`, outermost, so that a call it refuses reaches neither the checker nor the
 //! device. What a test does for itself, such as an upload, goes past it and is never hit.
 
-#![allow(dead_code, unused_imports, reason = "each test crate uses its part")]
-
 pub(crate) mod overlapped;
 mod packed;
 pub(crate) mod trial;

@@ -1,11 +1,9 @@
 //! The streamed step: the same bits as a resident one, with statistics that are right and nothing allocated on the way.
 
-mod common;
-
 use std::time::{Duration, Instant};
 
-use common::trial::{Outcome, Rig, Scenario, Tensor, group_tensors, mixed_tensors};
-use common::{Subject, device_error, in_one_of_three, under_sanitizer};
+use crate::common::trial::{Outcome, Rig, Scenario, Tensor, group_tensors, mixed_tensors};
+use crate::common::{Subject, device_error, in_one_of_three, under_sanitizer};
 use forebay::Error;
 use forebay::device::fault::{Call, Misbehaviour};
 use forebay::device::update::RULES;
@@ -425,7 +423,7 @@ fn a_group_that_is_not_there_is_refused_before_anything_changes(on: &Subject) {
 /// Memory of another device is refused by the device, and every slot comes back.
 #[test]
 fn tensors_of_another_device_are_refused() {
-    let (on, other) = (Subject::open(common::Kind::Cpu), Subject::open(common::Kind::Cpu));
+    let (on, other) = (Subject::open(crate::common::Kind::Cpu), Subject::open(crate::common::Kind::Cpu));
     let rig = Rig::new(&on, Scenario::new(vec![Tensor::f32(100)], 2, 4096), 1);
     let foreign = other.upload(&[0; 400]).all();
     let tensors = changed(&rig.bindings(0), 0, |tensor| tensor.weight = foreign);

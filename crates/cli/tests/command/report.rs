@@ -1,12 +1,10 @@
 //! `forebay report` from outside: figures of traces made by hand, the page, and files that are no traces.
 
-mod support;
-
 use std::fs;
 use std::path::Path;
 
+use crate::support::{count, folder, json as found, number, refused_at_once, said};
 use serde_json::{Value, json};
-use support::{count, folder, json as found, number, refused_at_once, said};
 
 /// Adds a span; times are in milliseconds.
 fn span(

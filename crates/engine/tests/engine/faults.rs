@@ -1,9 +1,7 @@
 //! Faults: whatever fails in whatever call, the error is typed, every slot is back, nothing hangs and nothing leaks.
 
-mod common;
-
-use common::trial::{Rig, Scenario, Tensor};
-use common::{Subject, device_error};
+use crate::common::trial::{Rig, Scenario, Tensor};
+use crate::common::{Subject, device_error};
 use forebay::device::fault::{Call, Misbehaviour};
 use forebay::device::{CpuDevice, CpuOptions, Error};
 use forebay::optimizer::{Optimizer, OptimizerOptions, Placement};

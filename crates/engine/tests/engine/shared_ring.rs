@@ -1,12 +1,10 @@
 //! Optimizers that share rings and threads: each trains as if it were alone, and what they share goes with the last one.
 
-mod common;
-
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use common::trial::{Rig, Scenario, Tensor, mixed_tensors};
-use common::{Subject, cases, device_error, in_one_of_three, under_sanitizer};
+use crate::common::trial::{Rig, Scenario, Tensor, mixed_tensors};
+use crate::common::{Subject, cases, device_error, in_one_of_three, under_sanitizer};
 use forebay::device::fault::{Call, Misbehaviour};
 use forebay::device::update::RULES;
 use forebay::device::{Buffer, Dtype, Error, Kernel, Region};

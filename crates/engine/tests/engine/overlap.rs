@@ -1,12 +1,10 @@
 //! Overlapped steps: whatever is offered when, the bits are those of a plain step, and nobody reads a weight too early.
 
-mod common;
-
 use std::time::{Duration, Instant};
 
-use common::overlapped::{Way, commit, committed, homes, offer, offer_all, order, tell, until};
-use common::trial::{Rig, Scenario, Tensor, group_tensors, mixed_tensors};
-use common::{Subject, cases};
+use crate::common::overlapped::{Way, commit, committed, homes, offer, offer_all, order, tell, until};
+use crate::common::trial::{Rig, Scenario, Tensor, group_tensors, mixed_tensors};
+use crate::common::{Subject, cases};
 use forebay::Error;
 use forebay::device::fault::{Call, Misbehaviour};
 use forebay::device::{Dtype, Kernel, Region, Rule};

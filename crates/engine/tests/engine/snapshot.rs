@@ -1,7 +1,5 @@
 //! Snapshots: whatever a step, a saver and copiers do at the same time, what is saved is the state of one moment.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -9,8 +7,8 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use common::trial::{Rig, Scenario, Tensor};
-use common::{Subject, cases};
+use crate::common::trial::{Rig, Scenario, Tensor};
+use crate::common::{Subject, cases};
 use forebay::checkpoint::{FileEntry, WriteOptions, write_files};
 use forebay::device::fault::{Call, Misbehaviour};
 use forebay::device::{Buffer, Dtype, Region};

@@ -1,11 +1,9 @@
 //! Steps that update on the second copy of the state before it is known whether they are clipped: the bits are those of a
 //! plain step, whatever the coefficient turns out to be.
 
-mod common;
-
-use common::overlapped::{Way, order, until};
-use common::trial::{Outcome, Rig, Scenario, Tensor};
-use common::{Subject, cases};
+use crate::common::overlapped::{Way, order, until};
+use crate::common::trial::{Outcome, Rig, Scenario, Tensor};
+use crate::common::{Subject, cases};
 use forebay::Error;
 use forebay::device::fault::{Call, Misbehaviour};
 use forebay::device::{Dtype, Kernel, Region, Rule};

@@ -5,11 +5,9 @@
 //! fetched into too early, is then overwritten, which shows in the bits; on the checked devices it is found from the
 //! order of submission.
 
-mod common;
-
 use std::collections::HashMap;
 
-use common::{Subject, cases, device_error};
+use crate::common::{Subject, cases, device_error};
 use forebay::Error;
 use forebay::activations::{Compute, EntryId, Key, Location, Offload, OffloadOptions, Route, SaveId, SaveOutcome};
 use forebay::device::fault::{Call, Misbehaviour};

@@ -1,12 +1,10 @@
 //! Overlapped steps that break off: the error is kept and said, every slot is back, nothing hangs and nothing leaks.
 
-mod common;
-
 use std::time::{Duration, Instant};
 
-use common::overlapped::{Way, commit, committed, offer, offer_all, order, until};
-use common::trial::{Rig, Scenario, Tensor, group_tensors};
-use common::{Subject, device_error};
+use crate::common::overlapped::{Way, commit, committed, offer, offer_all, order, until};
+use crate::common::trial::{Rig, Scenario, Tensor, group_tensors};
+use crate::common::{Subject, device_error};
 use forebay::Error;
 use forebay::device::Kernel;
 use forebay::device::fault::{Call, Misbehaviour};

@@ -1,9 +1,7 @@
 //! The optimizer's life: what it trusts, what it counts, and what may happen between two steps without changing a bit.
 
-mod common;
-
-use common::trial::{Rig, Scenario, Tensor, group_tensors, mixed_tensors};
-use common::{Subject, device_error};
+use crate::common::trial::{Rig, Scenario, Tensor, group_tensors, mixed_tensors};
+use crate::common::{Subject, device_error};
 use forebay::Error;
 use forebay::device::fault::{Call, Misbehaviour};
 use forebay::device::update::{MASTER, MASTER_CARRY, MASTER_LOW, RULES};
@@ -522,7 +520,7 @@ fn first_gradients_at_different_steps_start_their_momentum_then(on: &Subject) {
 /// What a rule needs is known when state is created, not in the middle of a step.
 #[test]
 fn columns_that_are_not_the_rule_s_are_refused_by_name() {
-    let on = Subject::open(common::Kind::Cpu);
+    let on = Subject::open(crate::common::Kind::Cpu);
     let adamw = rule("adamw");
     let [mean, square, largest] = [0, 1, 2].map(|i| adamw.columns[i]);
     let short = Column { stored: Stored::Number(Dtype::Bf16), ..mean };

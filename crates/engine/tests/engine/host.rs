@@ -1,9 +1,7 @@
 //! The step on the host and on host and device at once: the bits of the resident update, wherever each part runs.
 
-mod common;
-
-use common::trial::{Rig, Scenario, Tensor, group_tensors, mixed_tensors};
-use common::{Subject, device_error};
+use crate::common::trial::{Rig, Scenario, Tensor, group_tensors, mixed_tensors};
+use crate::common::{Subject, device_error};
 use forebay::device::fault::{Call, Misbehaviour};
 use forebay::device::update::RULES;
 use forebay::device::{Dtype, Error, Kernel};

@@ -1,11 +1,9 @@
 //! A second copy of the pinned state: what is current, what it costs, and what an exchange leaves as it is.
 
-mod common;
-
 use std::sync::Arc;
 
-use common::trial::{Rig, Scenario, Tensor, group_tensors};
-use common::{Subject, device_error};
+use crate::common::trial::{Rig, Scenario, Tensor, group_tensors};
+use crate::common::{Subject, device_error};
 use forebay::Error;
 use forebay::device::fault::{Call, Misbehaviour};
 use forebay::device::update::RULES;

@@ -1,13 +1,11 @@
 //! `forebay top` on files as `forebay.publish()` writes them, and on files that it must not believe.
 
-mod support;
-
 use std::fs;
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::{Path, PathBuf};
 
+use crate::support::{count, folder, json as printed, number, refused_at_once, said};
 use serde_json::{Value, json};
-use support::{count, folder, json as printed, number, refused_at_once, said};
 
 /// When a process began, as the kernel counts it.
 fn start_ticks(pid: u32) -> u64 {

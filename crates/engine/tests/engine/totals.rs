@@ -1,4 +1,4 @@
-//! The totals of the process. They belong to the whole process, so this is one test, alone in its file.
+//! The totals of the process. They belong to the whole process, so this is one test, alone in its module.
 
 use forebay::device::{Result, SharedDevice, open};
 use forebay::flow::Pipeline;

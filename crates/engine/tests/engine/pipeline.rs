@@ -3,13 +3,11 @@
 //! A delay is put in front of one copy or launch: work that does not wait for it runs first and shows in the bits. On
 //! the checked devices the same is found without any delay, from the order of submission.
 
-mod common;
-
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use common::trial::{Rig, Scenario, Tensor, mixed_tensors};
-use common::{Kind, Subject, device_error, in_one_of_three, under_sanitizer};
+use crate::common::trial::{Rig, Scenario, Tensor, mixed_tensors};
+use crate::common::{Kind, Subject, device_error, in_one_of_three, under_sanitizer};
 use forebay::device::fault::{Call, Misbehaviour};
 use forebay::device::kernel::uniform_element;
 use forebay::device::{self, Kernel, Region, Rule, Stream};

@@ -1,14 +1,12 @@
 //! Checkpoints over the engine's own interface: memory of the host and of a device into files and back, failures of the
 //! device, files of every layout, and boxes of a tensor written in one tiling and read in another.
 
-mod common;
-
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-use common::{Subject, cases, device_error};
+use crate::common::{Subject, cases, device_error};
 use forebay::Error;
 use forebay::checkpoint::{
     BLOCK_BYTES, Checkpoint, FileEntry, HostCopies, Manifest, Request, Saving, StoredChunk, Tensor, TensorBox,

@@ -1,11 +1,9 @@
 //! `forebay plan step` from outside. It needs no device, so it never names one.
 
-mod support;
-
 use std::fs;
 
+use crate::support::{count, folder, json, number, refused_at_once, said};
 use serde_json::Value;
-use support::{count, folder, json, number, refused_at_once, said};
 
 #[test]
 fn the_text_has_the_plan_and_its_figures() {

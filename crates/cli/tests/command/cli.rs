@@ -3,15 +3,13 @@
 
 #![allow(clippy::print_stderr, reason = "the log must show a skipped assertion")]
 
-mod support;
-
 use std::collections::HashMap;
 use std::fs::{self, File};
 use std::process::Stdio;
 
+use crate::support::{command, count, folder, forebay, json, number, refused, refused_at_once, said, text};
 use forebay::device::HostMemory;
 use serde_json::Value;
-use support::{command, count, folder, forebay, json, number, refused, refused_at_once, said, text};
 
 fn has_cuda() -> bool {
     said("--version").contains("backend cuda: built in, cuda:0")

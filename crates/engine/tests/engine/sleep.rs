@@ -1,10 +1,8 @@
 //! Sleep and wake: every byte comes back, what sleeps is never touched, and every wait that is needed is there.
 
-mod common;
-
 use std::collections::{HashMap, HashSet};
 
-use common::{Subject, device_error};
+use crate::common::{Subject, device_error};
 use forebay::device::fault::{Call, Misbehaviour};
 use forebay::device::{Buffer, Error as DeviceError, Kernel, Stream};
 use forebay::memory::Allocator;

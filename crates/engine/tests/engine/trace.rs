@@ -1,15 +1,13 @@
 //! The trace: every room reports what it does, with the right bytes, in order, and changes nothing.
 //!
-//! A process has one trace at a time: the tests of this file take turns where they share a process.
-
-mod common;
+//! A process has one trace at a time: the tests of this module take turns where they share a process.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use common::overlapped::{Way, committed};
-use common::trial::{Rig, Scenario, Tensor, group_tensors, mixed_tensors};
-use common::{Subject, in_one_of_three};
+use crate::common::overlapped::{Way, committed};
+use crate::common::trial::{Rig, Scenario, Tensor, group_tensors, mixed_tensors};
+use crate::common::{Subject, in_one_of_three};
 use forebay::activations::{Compute, Key, Location, Offload, OffloadOptions};
 use forebay::device::fault::{Call, Misbehaviour};
 use forebay::device::{Buffer, Kernel};
