@@ -82,6 +82,12 @@ def test_one_file_names_a_backend() -> None:
         assert not found, f"{name} names a backend"
 
 
+def test_the_optimizer_is_bound_in_two_hundred_lines() -> None:
+    # It forwards: what grows belongs in the engine, or in a file beside it as `landing.rs` is.
+    lines = (REPOSITORY / "crates/python/src/optimizer.rs").read_text().splitlines()
+    assert len(lines) <= 200
+
+
 def test_metadata_names_no_address() -> None:
     # Nobody has a home for the project yet; an address of somebody else's would be worse than none.
     assert metadata.metadata("forebay").get_all("Project-URL") is None

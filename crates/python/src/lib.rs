@@ -15,6 +15,7 @@ mod command;
 mod error;
 mod guard;
 mod inputs;
+mod landing;
 mod looked;
 mod masters;
 mod measure;

@@ -10,7 +10,7 @@ use pyo3::types::PyDict;
 
 use crate::accelerator::Unlocked;
 use crate::guard;
-use crate::inputs::{NewTensor, Options, Resident, Tensors, dict, host_regions, on_device, scalar, specs, table_input};
+use crate::inputs::{NewTensor, Options, Resident, Tensors, dict, host_regions, scalar, specs, table_input};
 use crate::torch::{self, HostView};
 
 /// An optimizer: its state and its step.
@@ -151,25 +151,6 @@ impl Optimizer {
     /// The vector unit that the host's threads use.
     fn host_kernel(&self, py: Python<'_>) -> PyResult<Option<&'static str>> {
         guard::call(py, || self.inner.host_kernel())
-    }
-
-    /// Pin memory for the gradients of a table's tensors, with the given bytes for each, if there is none yet.
-    fn open_landing(&self, py: Python<'_>, table: usize, bytes: Vec<u64>) -> PyResult<()> {
-        guard::run(py, || self.inner.open_landing(table, &bytes))
-    }
-
-    /// Copy a gradient to the host now. The caller keeps it until the next step or `finish_landing` has returned.
-    fn land(&self, py: Python<'_>, table: usize, tensor: usize, addr: u64, bytes: u64, stream: u64) -> PyResult<()> {
-        guard::run(py, || {
-            let device = self.inner.device();
-            let grad = on_device(device, addr, bytes)?;
-            self.inner.land(table, tensor, &grad, torch::stream_of(device, stream)?.as_ref())
-        })
-    }
-
-    /// Forget gradients that were copied early, all or one tensor's, once the copies have ended.
-    fn finish_landing(&self, py: Python<'_>, only: Option<(usize, usize)>) -> PyResult<()> {
-        guard::run(py, || self.inner.finish_landing(only))
     }
 
     /// Read and write every byte of the state, and of other memory on the host (address and bytes of each, whole words),
