@@ -117,10 +117,11 @@ pub fn bench_cpu_adam(
                 weight_dtype: case.dtype,
                 grad: part(1, case.dtype)?,
                 grad_dtype: case.dtype,
-                state: [Some(part(2, Dtype::F32)?), Some(part(3, Dtype::F32)?), None],
+                state: [Some(part(2, Dtype::F32)?.into()), Some(part(3, Dtype::F32)?.into()), None],
                 master: if case.dtype == Dtype::F32 { None } else { Some(Master::F32(part(4, Dtype::F32)?)) },
                 first: 0,
                 scalars: 0,
+                keys: None,
             };
             let (mut updates, mut touches) = (Vec::new(), Vec::new());
             for repetition in 0..=options.repetitions {

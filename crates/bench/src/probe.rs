@@ -236,10 +236,11 @@ fn kernel_rate(device: &SharedDevice, params: u64) -> Result<KernelRate> {
         weight_dtype: Dtype::F32,
         grad: buffers[1].all(),
         grad_dtype: Dtype::F32,
-        state: [Some(buffers[2].all()), Some(buffers[3].all()), None],
+        state: [Some(buffers[2].all().into()), Some(buffers[3].all().into()), None],
         master: None,
         first: 0,
         scalars: 0,
+        keys: None,
     }];
     let rule = RULES[0];
     let scalars = [rule.at_step(rule.defaults, 1, params)];

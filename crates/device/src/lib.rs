@@ -68,7 +68,9 @@ pub use stream::{Event, Stream};
 #[cfg(feature = "testing")]
 pub use testing::{checked, checked::Checked, fault, fault::Fault};
 pub use thread::{Cores, ThreadHandle};
-pub use update::{Column, Master, MasterFormat, Rule, ScalarInputs, Scalars, Segment, Stored, Update};
+pub use update::{
+    Column, Master, MasterFormat, Moment, Rule, RuleColumn, ScalarInputs, Scalars, Segment, StateFormat, Stored, Update,
+};
 
 /// The device of this name: `cpu`, `cuda` or `cuda:N`, or `torch:` and a name of torch's. Opened once in a process and shared by all who ask for it; see
 /// [`CpuDevice::open`] and [`CudaDevice::open`] for one of your own.

@@ -333,11 +333,14 @@ impl Device for TorchDevice {
 
     fn launch(&self, stream: &Stream, kernel: &Kernel<'_>) -> Result<()> {
         kernel.check(self.info.id)?;
-        if let Kernel::Update(update) = kernel
-            && update.segments.iter().any(Segment::is_compact)
-        {
-            let reason = "compact masters on a device of torch's; use f32 masters".to_owned();
-            return Err(Error::BadOperands { operation: kernel.name(), reason });
+        if let Kernel::Update(update) = kernel {
+            let refuse = |reason: &str| Err(Error::BadOperands { operation: kernel.name(), reason: reason.to_owned() });
+            if update.segments.iter().any(Segment::is_compact) {
+                return refuse("compact masters on a device of torch's; use f32 masters");
+            }
+            if update.segments.iter().any(Segment::is_packed) {
+                return refuse("state in fewer bits on a device of torch's; use f32");
+            }
         }
         self.driver.launch(self.queue(stream)?, kernel)
     }

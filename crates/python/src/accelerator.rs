@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 
 use forebay::device::torch::{Block, Driver, Handle, Pinning, origin_of, register};
-use forebay::device::{Dtype, Error, Kernel, Master, Place, Region, Segment, Update};
+use forebay::device::{Dtype, Error, Kernel, Master, Moment, Place, Region, Segment, Update};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -203,7 +203,9 @@ fn number(dtype: Dtype) -> u8 {
 }
 
 fn segment<'py>(py: Python<'py>, of: &Segment) -> PyResult<Bound<'py, PyTuple>> {
-    let columns = of.state.iter().map(|column| maybe(py, column.as_ref())).collect::<PyResult<Vec<_>>>()?;
+    // Columns in fewer bits were refused.
+    let column = |kept: &Option<Moment>| maybe(py, kept.as_ref().and_then(|kept| kept.regions().next()));
+    let columns = of.state.iter().map(column).collect::<PyResult<Vec<_>>>()?;
     let (weight, grad) = (part(py, &of.weight)?, part(py, &of.grad)?);
     // Compact ones were refused.
     let master = match &of.master {

@@ -178,7 +178,10 @@ impl Launch for RawUpdate {
         self.segment[self.segments as usize] = RawSegment {
             weight: segment.weight.addr() as u64,
             grad: segment.grad.addr() as u64,
-            state: segment.state.each_ref().map(|column| address(column.as_ref())),
+            state: segment
+                .state
+                .each_ref()
+                .map(|column| address(column.as_ref().and_then(|kept| kept.regions().next()))),
             master: match &segment.master {
                 Some(Master::F32(master)) => master.addr() as u64,
                 _ => 0,
@@ -223,7 +226,10 @@ impl Launch for RawCompactUpdate {
         self.segment[self.segments as usize] = RawCompactSegment {
             weight: segment.weight.addr() as u64,
             grad: segment.grad.addr() as u64,
-            state: segment.state.each_ref().map(|column| address(column.as_ref())),
+            state: segment
+                .state
+                .each_ref()
+                .map(|column| address(column.as_ref().and_then(|kept| kept.regions().next()))),
             low,
             carry,
             elements: segment.elements() as u32,

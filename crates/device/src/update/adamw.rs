@@ -14,7 +14,7 @@
 //! This is what torch 2.11's fused CUDA AdamW computes for f32, found by comparing candidates with its results bit for
 //! bit; `decay`, `step_size` and the complements are rounded to f32 before they enter.
 
-use super::{Arithmetic, Column, MAX_COLUMNS, MAXIMIZE, Rule, ScalarInputs, Scalars, Splat, element, flag};
+use super::{Arithmetic, MAX_COLUMNS, MAXIMIZE, Rule, RuleColumn, ScalarInputs, Scalars, Splat, element, flag};
 use crate::cpu::update::sweep;
 use crate::cpu::update::vector::Vector;
 
@@ -38,8 +38,11 @@ pub(super) static RULE: Rule = Rule {
 };
 
 /// The first moment, the second, and the largest second moment so far.
-pub(super) const COLUMNS: [Column; 3] =
-    [Column::f32("exp_avg"), Column::f32("exp_avg_sq"), Column::f32("max_exp_avg_sq")];
+pub(super) const COLUMNS: [RuleColumn; 3] = [
+    RuleColumn::signed("exp_avg", "exp_avg_scale"),
+    RuleColumn::unsigned("exp_avg_sq", "exp_avg_sq_scale"),
+    RuleColumn::unsigned("max_exp_avg_sq", "max_exp_avg_sq_scale"),
+];
 
 pub(super) const HYPERS: [&str; 7] = ["lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "amsgrad"];
 

@@ -9,14 +9,14 @@
 //!
 //! The sign of a NaN is a NaN: a broken gradient shows in the weight and does not freeze it.
 
-use super::{Arithmetic, Column, MAX_COLUMNS, MAXIMIZE, Rule, ScalarInputs, Scalars, Splat, element, flag};
+use super::{Arithmetic, MAX_COLUMNS, MAXIMIZE, Rule, RuleColumn, ScalarInputs, Scalars, Splat, element, flag};
 use crate::cpu::update::sweep;
 use crate::cpu::update::vector::Vector;
 
 /// Lion.
 pub(super) static RULE: Rule = Rule {
     name: "lion",
-    columns: &[Column::f32("exp_avg")],
+    columns: &[RuleColumn::signed("exp_avg", "exp_avg_scale")],
     hypers: &["lr", "beta1", "beta2", "weight_decay", "maximize"],
     defaults: &[1e-4, 0.9, 0.99, 0.0, 0.0],
     keeps: |_| 1,

@@ -18,6 +18,7 @@
 
 mod adam;
 mod adamw;
+pub mod format;
 mod lion;
 pub mod master;
 mod sgd;
@@ -30,6 +31,7 @@ use crate::cpu::update::{Sweep, Unit};
 use crate::error::{Error, Result};
 use crate::kernel::Dtype;
 use crate::memory::Region;
+pub use format::{BLOCK, Moment, RuleColumn, StateFormat};
 pub use master::{MASTER, MASTER_CARRY, MASTER_LOW, Master, MasterFormat};
 
 /// The rules there are.
@@ -150,7 +152,7 @@ pub struct Rule {
     /// Its name.
     pub name: &'static str,
     /// The state it may keep for each element.
-    pub columns: &'static [Column],
+    pub columns: &'static [RuleColumn],
     /// The numbers of a group, by name. Switches are 0 or 1.
     pub hypers: &'static [&'static str],
     /// Their values if a user gives none.
@@ -183,7 +185,7 @@ pub struct Rule {
 }
 
 /// A sweep over part of a segment; see [`Unit::sweep`] for what the caller promises.
-pub(crate) type SweepFn = unsafe fn(Unit, &Segment, Range<usize>, Sweep<'_>);
+pub(crate) type SweepFn = unsafe fn(Unit, &Rule, &Segment, Range<usize>, Sweep<'_>);
 
 impl fmt::Debug for Rule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -217,10 +219,21 @@ impl Rule {
         RULES.iter().position(|rule| *rule == self).unwrap_or(0)
     }
 
-    /// The columns that a group with these numbers keeps, then those of the master.
+    /// The columns that a group with these numbers keeps in f32, then those of the master.
     pub fn kept(&self, hypers: &[f64], master: impl Into<MasterFormat>) -> Vec<Column> {
+        self.kept_as(hypers, [StateFormat::F32; MAX_COLUMNS], master)
+    }
+
+    /// The same with each of the rule's columns in its format.
+    pub fn kept_as(
+        &self,
+        hypers: &[f64],
+        formats: [StateFormat; MAX_COLUMNS],
+        master: impl Into<MasterFormat>,
+    ) -> Vec<Column> {
         let mask = (self.keeps)(hypers);
-        let own = self.columns.iter().enumerate().filter(|(i, _)| mask & 1 << i != 0).map(|(_, column)| *column);
+        let own = self.columns.iter().zip(formats).enumerate().filter(|(i, _)| mask & 1 << i != 0);
+        let own = own.flat_map(|(_, (column, format))| column.kept_as(format));
         own.chain(master.into().columns().iter().copied()).collect()
     }
 
@@ -328,13 +341,16 @@ pub struct Segment {
     /// Their type.
     pub grad_dtype: Dtype,
     /// The rule's columns, in its order; `None` for a column that is not kept.
-    pub state: [Option<Region>; MAX_COLUMNS],
+    pub state: [Option<Moment>; MAX_COLUMNS],
     /// Master weights.
     pub master: Option<Master>,
     /// The index in its parameter of the first element.
     pub first: u64,
     /// Which set of scalars applies.
     pub scalars: u32,
+    /// Keys of the random numbers with which columns in fewer bits are rounded, one for each column; `None` to round to
+    /// nearest. See [`format::random`].
+    pub keys: Option<[u32; MAX_COLUMNS]>,
 }
 
 impl Segment {
@@ -351,7 +367,7 @@ impl Segment {
     /// Everything it touches, and whether it is written.
     pub(crate) fn operands(&self) -> impl Iterator<Item = (&Region, bool)> {
         let masters = self.master.iter().flat_map(Master::columns).map(|(_, region)| region);
-        let state = self.state.iter().flatten().chain(masters);
+        let state = self.state.iter().flatten().flat_map(Moment::regions).chain(masters);
         state.map(|region| (region, true)).chain([(&self.weight, true), (&self.grad, false)])
     }
 
@@ -360,10 +376,17 @@ impl Segment {
         matches!(self.master, Some(Master::Compact { .. }))
     }
 
+    /// Whether a column is kept in fewer bits than an f32.
+    pub(crate) fn is_packed(&self) -> bool {
+        self.state.iter().flatten().any(|moment| moment.format() != StateFormat::F32)
+    }
+
     /// The same by the names that errors give them.
     fn named(&self, rule: &Rule) -> impl Iterator<Item = (&'static str, &Region)> {
-        let own = rule.columns.iter().zip(&self.state).filter_map(|(column, region)| Some((column, region.as_ref()?)));
-        let columns = own.chain(self.master.iter().flat_map(Master::columns));
+        let own = rule.columns.iter().zip(&self.state).filter_map(|(column, moment)| Some((column, moment.as_ref()?)));
+        let own = own.flat_map(|(column, moment)| column.kept_as(moment.format()).into_iter().zip(moment.regions()));
+        let masters = self.master.iter().flat_map(Master::columns).map(|(column, region)| (*column, region));
+        let columns = own.chain(masters);
         columns.map(|(column, region)| (column.name, region)).chain([("weight", &self.weight), ("grad", &self.grad)])
     }
 
@@ -389,14 +412,17 @@ impl Segment {
             fits(what, region, elements * dtype.bytes(), dtype.bytes())?;
         }
         let needed = least_kept(rule);
-        for (i, region) in self.state.iter().enumerate() {
-            match (region, rule.columns.get(i)) {
-                (Some(region), Some(column)) => {
-                    fits(column.name, region, column.bytes(elements), column.stored.bytes())?;
+        for (i, moment) in self.state.iter().enumerate() {
+            match (moment, rule.columns.get(i)) {
+                (Some(moment), Some(column)) => {
+                    for (column, region) in column.kept_as(moment.format()).iter().zip(moment.regions()) {
+                        fits(column.name, region, column.bytes(elements), column.stored.bytes())?;
+                    }
                 }
                 (None, Some(column)) if needed & 1 << i != 0 => return refuse(format!("{} is missing", column.name)),
-                (Some(region), None) => {
+                (Some(moment), None) => {
                     let names: Vec<&str> = rule.columns.iter().map(|column| column.name).collect();
+                    let region = moment.regions().next();
                     return refuse(format!("{region:?} is column {i} of its state, which is {}", names.join(", ")));
                 }
                 (None, _) => {}
@@ -440,8 +466,8 @@ mod tests {
             assert!(rule.columns.len() <= MAX_COLUMNS, "{rule:?}");
             assert_eq!(rule.hypers.len(), rule.defaults.len(), "{rule:?}");
             assert!(rule.hypers.len() <= MAX_HYPERS && rule.powers.iter().all(|&i| i < rule.hypers.len()), "{rule:?}");
-            let f32s = |column: &Column| column.stored == Stored::Number(Dtype::F32) && column.block == 1;
-            assert!(rule.columns.iter().all(f32s), "{rule:?}");
+            let names = rule.columns.iter().flat_map(|column| [column.name, column.scale]);
+            assert_eq!(names.collect::<std::collections::HashSet<_>>().len(), 2 * rule.columns.len(), "{rule:?}");
             assert!(rule.columns.iter().all(|column| column.name != "step" && column.name != MASTER.name), "{rule:?}");
             assert_eq!(Rule::named(rule.name).unwrap().index(), rule.index());
             assert!(rule.ptx.contains(&format!(".entry {}_bf16_f32", rule.name)), "{rule:?}: make ptx");

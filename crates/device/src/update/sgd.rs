@@ -15,14 +15,14 @@
 //! A parameter has no momentum buffer before its first update with momentum, as in torch. While a group's momentum is
 //! zero, an existing buffer is not changed.
 
-use super::{Arithmetic, Column, MAX_COLUMNS, MAXIMIZE, Rule, ScalarInputs, Scalars, Splat, element, flag};
+use super::{Arithmetic, MAX_COLUMNS, MAXIMIZE, Rule, RuleColumn, ScalarInputs, Scalars, Splat, element, flag};
 use crate::cpu::update::sweep;
 use crate::cpu::update::vector::Vector;
 
 /// SGD.
 pub(super) static RULE: Rule = Rule {
     name: "sgd",
-    columns: &[Column::f32("momentum_buffer")],
+    columns: &[RuleColumn::signed("momentum_buffer", "momentum_buffer_scale")],
     hypers: &["lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"],
     defaults: &[1e-3, 0.0, 0.0, 0.0, 0.0, 0.0],
     keeps: |hypers| flag(hypers[1] != 0.0, BUFFER),

@@ -547,7 +547,7 @@ impl<'a> Step<'a> {
                     (None, Some(held)) => run.grad(held, grad_width),
                     (None, None) => run.of(&binding.grad, grad_width),
                 },
-                (Operand::Column(_) | Operand::Master | Operand::Low | Operand::Carry, _) => {
+                (Operand::Column(..) | Operand::Scale(_) | Operand::Master | Operand::Low | Operand::Carry, _) => {
                     let column = table.table.columns(run.tensor)[index];
                     let all = table.table.tensor(run.tensor, index)?;
                     Ok(all.slice(column.bytes(run.offset), column.bytes(run.elements))?)

@@ -1,7 +1,9 @@
 //! The memory of one update: the caller's operands for each tensor, and the one function that builds segments.
 
 use forebay_device::update::{MASTER_LOW, MAX_COLUMNS};
-use forebay_device::{Device, Dtype, Kernel, Master, Mastered, Region, Rule, Scalars, Segment, Stream, Update};
+use forebay_device::{
+    Device, Dtype, Kernel, Master, Mastered, Moment, Region, Rule, Scalars, Segment, StateFormat, Stream, Update,
+};
 
 use super::table::StateTable;
 use crate::error::{Error, Result};
@@ -156,8 +158,10 @@ pub(super) struct TableStep<'a> {
 pub(super) enum Operand {
     Weight,
     Grad,
-    /// A column of the rule, by its place in the rule.
-    Column(usize),
+    /// A column of the rule, by its place in the rule, and its format.
+    Column(usize, StateFormat),
+    /// The scales of the column before it.
+    Scale(usize),
     Master,
     /// The lower halves of compact masters.
     Low,
@@ -188,11 +192,18 @@ impl<'a> TableStep<'a> {
         find: impl Fn(Operand, usize) -> Result<Region>,
     ) -> Result<Option<Segment>> {
         let Some(binding) = self.binding(tensor) else { return Ok(None) };
-        let (mut state, mut master, mut halves) = ([const { None }; MAX_COLUMNS], None, None);
+        let (mut state, mut master) = ([const { None }; MAX_COLUMNS], None);
+        let (mut codes, mut halves) = (None, None);
         for (index, &operand) in self.table.operands(tensor).iter().enumerate() {
             let region = find(operand, index)?;
             match operand {
-                Operand::Column(column) => state[column] = Some(region),
+                // The scales of codes come behind them.
+                Operand::Column(_, StateFormat::Blocks) => codes = Some(region),
+                Operand::Scale(column) => {
+                    state[column] = codes.take().map(|codes| Moment::Blocks { codes, scales: region });
+                }
+                Operand::Column(column, StateFormat::Bf16) => state[column] = Some(Moment::Bf16(region)),
+                Operand::Column(column, StateFormat::F32) => state[column] = Some(Moment::F32(region)),
                 // The lower halves come first.
                 Operand::Low => halves = Some(region),
                 Operand::Carry => master = halves.take().map(|low| Master::Compact { low, carry: region }),
@@ -208,6 +219,7 @@ impl<'a> TableStep<'a> {
             master,
             first,
             scalars: binding.scalars,
+            keys: None,
         }))
     }
 

@@ -10,7 +10,9 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use forebay_device::update::{MASTER_CARRY, MASTER_LOW};
-use forebay_device::{Buffer, Column, MasterFormat, Region, Rule, SharedDevice, Slab, SlabLayout};
+use forebay_device::{
+    Buffer, Column, MasterFormat, Region, Rule, RuleColumn, SharedDevice, Slab, SlabLayout, StateFormat,
+};
 
 use super::segments::Operand;
 use super::sides::{Side, Sides};
@@ -323,17 +325,25 @@ fn part_bytes(plan: &StepPlan) -> Vec<u64> {
 fn check_columns(rule: &Rule, tensors: &[TensorSpec]) -> Result<()> {
     let formats = [MasterFormat::F32, MasterFormat::Compact];
     let masters = || formats.iter().flat_map(|format| format.columns());
-    let own: Vec<Column> = rule.columns.iter().chain(masters()).copied().collect();
+    let in_all = |column: &RuleColumn| StateFormat::ALL.map(|format| column.kept_as(format)).into_iter().flatten();
+    let own: Vec<Column> = rule.columns.iter().flat_map(in_all).chain(masters().copied()).collect();
     // With all switches off.
-    let needed = rule.kept(&vec![0.0; rule.hypers.len()], false);
+    let needed = (rule.keeps)(&vec![0.0; rule.hypers.len()]);
     for TensorSpec { name, columns, .. } in tensors {
         let refuse = |reason: String| Err(Error::PlanMismatch { tensor: name.clone(), reason });
         let place = |column: &Column| own.iter().position(|own| own == column);
         if let Some(other) = columns.iter().find(|column| place(column).is_none()) {
             return refuse(format!("{} has no column like its {}", rule.name, other.name));
         }
-        if let Some(missing) = needed.iter().find(|column| !columns.contains(column)) {
-            return refuse(format!("{} needs the column {}", rule.name, missing.name));
+        for (i, column) in rule.columns.iter().enumerate() {
+            let found: Vec<Column> =
+                columns.iter().filter(|found| in_all(column).any(|of| of == **found)).copied().collect();
+            if found.is_empty() && needed & 1 << i != 0 {
+                return refuse(format!("{} needs the column {}", rule.name, column.name));
+            }
+            if !found.is_empty() && StateFormat::ALL.into_iter().all(|format| column.kept_as(format) != found) {
+                return refuse(format!("its {} is not in one format of state", column.name));
+            }
         }
         let of_master: Vec<Column> =
             columns.iter().filter(|column| masters().any(|of| of == *column)).copied().collect();
@@ -350,8 +360,14 @@ fn check_columns(rule: &Rule, tensors: &[TensorSpec]) -> Result<()> {
 
 /// What each of these columns is to a segment of the rule.
 fn operands(rule: &Rule, columns: &[Column]) -> Vec<Operand> {
-    let operand = |column: &Column| match rule.columns.iter().position(|own| own == column) {
-        Some(index) => Operand::Column(index),
+    let of_rule = |column: &Column| {
+        rule.columns.iter().enumerate().find_map(|(i, own)| match own.format_of(column) {
+            Some(format) => Some(Operand::Column(i, format)),
+            None => own.is_scale(column).then_some(Operand::Scale(i)),
+        })
+    };
+    let operand = |column: &Column| match of_rule(column) {
+        Some(operand) => operand,
         None if *column == MASTER_LOW => Operand::Low,
         None if *column == MASTER_CARRY => Operand::Carry,
         None => Operand::Master,

@@ -8,6 +8,7 @@
 
 pub(crate) mod convert;
 mod halves;
+mod packed;
 pub(crate) mod vector;
 
 use std::ops::Range;
@@ -16,8 +17,9 @@ use std::sync::LazyLock;
 use crate::error::{Error, Result};
 use crate::kernel::Dtype;
 use crate::memory::Region;
-use crate::update::{Arithmetic, MAX_COLUMNS, MAXIMIZE, Master, Rule, Scalars, Segment, Splat};
+use crate::update::{Arithmetic, MAX_COLUMNS, MAXIMIZE, Master, Moment, Rule, Scalars, Segment, Splat};
 use halves::Halves;
+use packed::Packed;
 use vector::Vector;
 
 /// What every CPU of an architecture has.
@@ -149,6 +151,8 @@ struct Operands {
     halves: Halves,
     /// The place in its parameter of the first element.
     first: u64,
+    /// Whether weights that are not read may be written past the cache.
+    streams: bool,
 }
 
 impl Operands {
@@ -162,11 +166,16 @@ impl Operands {
         Self {
             weight: Elements::new(&segment.weight, segment.weight_dtype),
             grad: Elements::new(&segment.grad, segment.grad_dtype),
-            state: segment.state.each_ref().map(|column| column.as_ref().map_or(Elements::NONE, state)),
+            state: segment.state.each_ref().map(|column| match column {
+                Some(Moment::F32(region)) => state(region),
+                // A column in fewer bits is widened into memory of the sweep's own: see `packed`.
+                _ => Elements::NONE,
+            }),
             kept: segment.kept(),
             master,
             halves,
             first: segment.first,
+            streams: true,
         }
     }
 }
@@ -192,8 +201,11 @@ unsafe fn lanes<A: Arithmetic, V: Vector, const KEPT: u32, const COMPACT: bool>(
     let Range { start: mut at, end } = range;
     let (ahead, kept) = (ahead(), if KEPT == ANY { on.kept } else { KEPT });
     // Weights that are not read are written whole: past the cache, so that their lines need not be read either.
-    let streams =
-        how.trust_master && on.master.is_some() && on.weight.at::<u16>(at).addr().is_multiple_of(2 * V::N) && V::N > 1;
+    let streams = on.streams
+        && how.trust_master
+        && on.master.is_some()
+        && on.weight.at::<u16>(at).addr().is_multiple_of(2 * V::N)
+        && V::N > 1;
     // SAFETY: every vector lies inside the range, and the caller promises the rest.
     unsafe {
         let (scale, s) = (V::splat(how.scale), Splat::<V>::new(how.scalars));
@@ -246,15 +258,48 @@ unsafe fn lanes<A: Arithmetic, V: Vector, const KEPT: u32, const COMPACT: bool>(
 /// # Safety
 /// As [`lanes`].
 #[inline(always)]
-unsafe fn sweep_with<A: Arithmetic, V: Vector>(segment: &Segment, range: Range<usize>, how: Sweep<'_>) {
+unsafe fn sweep_with<A: Arithmetic, V: Vector>(rule: &Rule, segment: &Segment, range: Range<usize>, how: Sweep<'_>) {
     let on = Operands::new(segment);
     // SAFETY: as the caller promises.
     unsafe {
-        if segment.is_compact() {
-            sweep_lanes::<A, V, true>(on, range, how);
-        } else {
-            sweep_lanes::<A, V, false>(on, range, how);
+        match (segment.is_packed(), segment.is_compact()) {
+            (false, false) => sweep_lanes::<A, V, false>(on, range, how),
+            (false, true) => sweep_lanes::<A, V, true>(on, range, how),
+            (true, false) => sweep_packed::<A, V, false>(on, &Packed::of(rule, segment), range, how),
+            (true, true) => sweep_packed::<A, V, true>(on, &Packed::of(rule, segment), range, how),
         }
+    }
+}
+
+/// The same where some columns are kept in fewer bits: a block at a time is widened into the cache, updated there, and
+/// narrowed again.
+///
+/// # Safety
+/// As [`lanes`].
+#[inline(always)]
+unsafe fn sweep_packed<A: Arithmetic, V: Vector, const COMPACT: bool>(
+    mut on: Operands,
+    packed: &Packed,
+    range: Range<usize>,
+    how: Sweep<'_>,
+) {
+    on.streams = false;
+    let mut blocks = packed::Blocks::default();
+    let mut start = range.start;
+    while start < range.end {
+        let block = start..range.end.min(start + packed::BLOCK);
+        // SAFETY: as the caller promises; the blocks have room for the elements of one.
+        unsafe {
+            for (column, numbers) in on.state.iter_mut().zip(packed.widen(&block, &mut blocks)) {
+                // Elements count from the segment's begin.
+                if let Some(numbers) = numbers {
+                    column.address = numbers.wrapping_sub(4 * start);
+                }
+            }
+            sweep_lanes::<A, V, COMPACT>(on, block.clone(), how);
+            packed.narrow(&block, &mut blocks);
+        }
+        start = block.end;
     }
 }
 
@@ -284,34 +329,40 @@ unsafe fn sweep_lanes<A: Arithmetic, V: Vector, const COMPACT: bool>(
 /// As [`lanes`].
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn sweep_avx2<A: Arithmetic>(segment: &Segment, range: Range<usize>, how: Sweep<'_>) {
+unsafe fn sweep_avx2<A: Arithmetic>(rule: &Rule, segment: &Segment, range: Range<usize>, how: Sweep<'_>) {
     // SAFETY: as the caller promises.
-    unsafe { sweep_with::<A, std::arch::x86_64::__m256>(segment, range, how) };
+    unsafe { sweep_with::<A, std::arch::x86_64::__m256>(rule, segment, range, how) };
 }
 
 /// # Safety
 /// As [`lanes`].
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512vl,avx512dq,avx512bw,avx2,fma,f16c")]
-unsafe fn sweep_avx512<A: Arithmetic>(segment: &Segment, range: Range<usize>, how: Sweep<'_>) {
+unsafe fn sweep_avx512<A: Arithmetic>(rule: &Rule, segment: &Segment, range: Range<usize>, how: Sweep<'_>) {
     // SAFETY: as the caller promises.
-    unsafe { sweep_with::<A, std::arch::x86_64::__m512>(segment, range, how) };
+    unsafe { sweep_with::<A, std::arch::x86_64::__m512>(rule, segment, range, how) };
 }
 
 /// A rule's sweep over part of a segment, on one vector unit: what a rule keeps as a function.
 ///
 /// # Safety
 /// As [`Unit::sweep`].
-pub(crate) unsafe fn sweep<A: Arithmetic>(unit: Unit, segment: &Segment, range: Range<usize>, how: Sweep<'_>) {
+pub(crate) unsafe fn sweep<A: Arithmetic>(
+    unit: Unit,
+    rule: &Rule,
+    segment: &Segment,
+    range: Range<usize>,
+    how: Sweep<'_>,
+) {
     // SAFETY: the caller's promise, and a `Unit` other than `Portable` is only made after the CPU was asked for its
     // features.
     unsafe {
         match unit {
-            Unit::Portable => sweep_with::<A, Baseline>(segment, range, how),
+            Unit::Portable => sweep_with::<A, Baseline>(rule, segment, range, how),
             #[cfg(target_arch = "x86_64")]
-            Unit::Avx2 => sweep_avx2::<A>(segment, range, how),
+            Unit::Avx2 => sweep_avx2::<A>(rule, segment, range, how),
             #[cfg(target_arch = "x86_64")]
-            Unit::Avx512 => sweep_avx512::<A>(segment, range, how),
+            Unit::Avx512 => sweep_avx512::<A>(rule, segment, range, how),
         }
     }
 }
@@ -383,10 +434,10 @@ impl Unit {
     /// # Safety
     /// The segment's operands must be checked for the rule (live, aligned, equal in elements, no two overlapping) memory
     /// that the CPU can reach, `range` must lie inside them, and nobody else may touch that range of any of them
-    /// meanwhile. With compact masters a range begins at a multiple of [`CARRIES`](crate::update::master::CARRIES) elements.
+    /// meanwhile. A range begins at a multiple of the block of every column that the segment has.
     pub(crate) unsafe fn sweep(self, rule: &Rule, segment: &Segment, range: Range<usize>, how: Sweep<'_>) {
         // SAFETY: as the caller promises.
-        unsafe { (rule.sweep)(self, segment, range, how) };
+        unsafe { (rule.sweep)(self, rule, segment, range, how) };
     }
 }
 
