@@ -1,4 +1,4 @@
-"""Compile the CUDA kernels to the PTX that ships inside the binary, a file for each, and one more for each rule.
+"""Compile the CUDA kernels to the PTX that ships inside the binary, a file for each, and two more for each rule.
 
 Needs NVRTC 12.4 (``nvidia-cuda-nvrtc-cu12``), no GPU and no driver. PTX of that version runs on every driver from 550
 on; a newer NVRTC would ask for a newer driver.
@@ -46,8 +46,9 @@ def sources() -> dict[str, str]:
         text = path.read_text()
         found[path.stem] = text
         if "UPDATE_KERNELS(" in text:
-            # A rule: the same arithmetic once more, for compact masters.
-            found[f"{path.stem}_compact"] = f'#include "compact.cuh"\n#include "{path.name}"\n'
+            # A rule: the same arithmetic once more for compact masters, and for columns in fewer bits.
+            for kind in ("compact", "packed"):
+                found[f"{path.stem}_{kind}"] = f'#include "{kind}.cuh"\n#include "{path.name}"\n'
     return found
 
 

@@ -29,8 +29,9 @@ fn share_elements(left: usize, threads: usize) -> usize {
     (left / (4 * threads.max(1))).clamp(SHARE_ELEMENTS, MOST_SHARE_ELEMENTS)
 }
 
-/// Cuts inside a tensor fall on multiples of this, so that every share starts aligned as its tensor does.
-const CUT_ELEMENTS: usize = 64;
+/// Cuts inside a tensor fall on multiples of this, so that every share starts aligned as its tensor does, and no two
+/// shares have elements of one block, whose scale only one of them may write.
+const CUT_ELEMENTS: usize = crate::update::BLOCK as usize;
 
 /// How to make the pool.
 #[derive(Debug, Clone, Default)]

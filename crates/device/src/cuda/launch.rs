@@ -12,7 +12,7 @@ use super::driver::{Context, check};
 use crate::error::{Error, Result};
 use crate::kernel::{Dtype, Kernel, Mastered};
 use crate::memory::Region;
-use crate::update::{MAX_COLUMNS, MAX_SCALARS, Master, RULES, Rule, Scalars, Segment, Update};
+use crate::update::{MAX_COLUMNS, MAX_SCALARS, Master, Moment, RULES, Rule, Scalars, Segment, StateFormat, Update};
 
 /// Made from the `.cu` files beside them by `scripts/make_ptx.py`.
 pub(super) const MOVES: &str = include_str!("kernels/moves.ptx");
@@ -24,6 +24,9 @@ const THREADS: u32 = 256;
 const BLOCK_ELEMENTS: u64 = 4096;
 const MAX_SEGMENTS: usize = 56;
 const MAX_COMPACT_SEGMENTS: usize = 48;
+const MAX_PACKED_SEGMENTS: usize = 33;
+/// In the kinds of a packed segment: columns are rounded at random.
+const RANDOM: u32 = 1 << 12;
 const MAX_SETS: usize = 8;
 const COPY_BLOCK_BYTES: u64 = 32768;
 const MAX_PAIRS: usize = 168;
@@ -93,6 +96,36 @@ struct RawCompactUpdate {
 }
 
 const _: () = assert!(size_of::<RawCompactUpdate>() == 3808, "the parameter size that the PTX declares");
+
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct RawPackedSegment {
+    weight: u64,
+    grad: u64,
+    state: [u64; MAX_COLUMNS],
+    scale: [u64; MAX_COLUMNS],
+    master: u64,
+    carry: u64,
+    elements: u32,
+    first_block: u32,
+    scalars: u32,
+    first: u32,
+    key: [u32; MAX_COLUMNS],
+    kinds: u32,
+}
+
+#[repr(C)]
+struct RawPackedUpdate {
+    grad_scale: u64,
+    skip: u64,
+    followed: u64,
+    segments: u32,
+    trust_master: u32,
+    scalars: [RawScalars; MAX_SETS],
+    segment: [RawPackedSegment; MAX_PACKED_SEGMENTS],
+}
+
+const _: () = assert!(size_of::<RawPackedUpdate>() == 4048, "the parameter size that the PTX declares");
 
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
@@ -245,6 +278,77 @@ impl Launch for RawCompactUpdate {
     }
 }
 
+/// What the operands of a segment are, two bits each, and how its columns are rounded.
+fn kinds(segment: &Segment) -> u32 {
+    let master = match &segment.master {
+        None => 0,
+        Some(Master::F32(_)) => 1,
+        Some(Master::Compact { .. }) => 2,
+    };
+    let format = |column: &Option<Moment>| match column.as_ref().map(Moment::format) {
+        None | Some(StateFormat::F32) => 0,
+        Some(StateFormat::Bf16) => 1,
+        Some(StateFormat::Blocks) => 2,
+    };
+    let [weight, grad] = [segment.weight_dtype, segment.grad_dtype].map(|dtype| dtype_index(dtype) as u32);
+    let fields = [weight, grad, master].into_iter().chain(segment.state.iter().map(format));
+    let random = if segment.keys.is_some() { RANDOM } else { 0 };
+    fields.enumerate().fold(random, |kinds, (i, field)| kinds | field << (2 * i))
+}
+
+impl Launch for RawPackedUpdate {
+    const SEGMENTS: usize = MAX_PACKED_SEGMENTS;
+
+    fn new(update: &Update<'_>) -> Self {
+        Self {
+            grad_scale: address(update.grad_scale.as_ref()),
+            skip: address(update.skip.as_ref()),
+            followed: address(update.followed.as_ref()),
+            segments: 0,
+            trust_master: update.trust_master.into(),
+            scalars: [RawScalars::default(); MAX_SETS],
+            segment: [RawPackedSegment::default(); MAX_PACKED_SEGMENTS],
+        }
+    }
+
+    fn len(&mut self) -> &mut u32 {
+        &mut self.segments
+    }
+
+    fn push(&mut self, segment: &Segment, first_block: u32, scalars: u32) {
+        // The numbers or codes of each column, and its scales.
+        let of_state = |place: usize| {
+            let region = |column: &Option<Moment>| address(column.as_ref().and_then(|kept| kept.regions().nth(place)));
+            segment.state.each_ref().map(region)
+        };
+        let (master, carry) = match &segment.master {
+            None => (0, 0),
+            Some(Master::F32(master)) => (master.addr() as u64, 0),
+            Some(Master::Compact { low, carry }) => (low.addr() as u64, carry.addr() as u64),
+        };
+        self.segment[self.segments as usize] = RawPackedSegment {
+            weight: segment.weight.addr() as u64,
+            grad: segment.grad.addr() as u64,
+            state: of_state(0),
+            scale: of_state(1),
+            master,
+            carry,
+            elements: segment.elements() as u32,
+            first_block,
+            scalars,
+            // Random numbers depend on no more of it, and positions on less.
+            first: segment.first as u32,
+            key: segment.keys.unwrap_or_default(),
+            kinds: kinds(segment),
+        };
+        self.segments += 1;
+    }
+
+    fn scalars(&mut self) -> &mut [RawScalars; MAX_SETS] {
+        &mut self.scalars
+    }
+}
+
 /// The loaded kernels of one device.
 pub(crate) struct Kernels {
     context: Arc<Context>,
@@ -254,6 +358,7 @@ pub(crate) struct Kernels {
     masters: OnceLock<MasterKernels>,
     rules: [OnceLock<RuleKernels<9>>; RULES.len()],
     compact: [OnceLock<RuleKernels<3>>; RULES.len()],
+    packed: [OnceLock<RuleKernels<1>>; RULES.len()],
     /// One thread loads at a time.
     loading: Mutex<()>,
     _moves: Module,
@@ -275,7 +380,8 @@ struct MasterKernels {
     _module: Module,
 }
 
-/// A rule's kernels, by the types of weight and gradient; for compact masters by the type of the gradient.
+/// A rule's kernels, by the types of weight and gradient; for compact masters by the type of the gradient. For columns in
+/// fewer bits there is one.
 struct RuleKernels<const N: usize> {
     functions: [sys::CUfunction; N],
     _module: Module,
@@ -365,6 +471,11 @@ fn dtype_index(dtype: Dtype) -> usize {
     }
 }
 
+/// The names of a rule's kernels: for each kind of weight, one for each type of gradient.
+fn by_types(rule: &Rule, weights: &[&str]) -> Vec<String> {
+    weights.iter().flat_map(|weight| DTYPES.map(|grad| format!("{}_{weight}_{grad}", rule.name))).collect()
+}
+
 impl Kernels {
     /// Loads what every optimizer needs, from the shipped PTX or another with the same entries.
     pub(crate) fn load(context: &Arc<Context>, ptx: Option<&str>) -> Result<Self> {
@@ -377,6 +488,7 @@ impl Kernels {
             masters: OnceLock::new(),
             rules: std::array::from_fn(|_| OnceLock::new()),
             compact: std::array::from_fn(|_| OnceLock::new()),
+            packed: std::array::from_fn(|_| OnceLock::new()),
             loading: Mutex::new(()),
             _moves: moves,
         })
@@ -396,21 +508,26 @@ impl Kernels {
 
     /// A rule's kernels.
     fn rule(&self, rule: &Rule) -> Result<&RuleKernels<9>> {
-        self.loaded(&self.rules[rule.index()], || self.functions(rule, rule.ptx, &DTYPES))
+        self.loaded(&self.rules[rule.index()], || self.functions(rule.ptx, &by_types(rule, &DTYPES)))
     }
 
     /// A rule's kernels for compact masters.
     fn compact(&self, rule: &Rule) -> Result<&RuleKernels<3>> {
-        self.loaded(&self.compact[rule.index()], || self.functions(rule, rule.compact_ptx, &["compact"]))
+        self.loaded(&self.compact[rule.index()], || self.functions(rule.compact_ptx, &by_types(rule, &["compact"])))
     }
 
-    /// All kernels of a rule's file: for each kind of weight, one for each type of gradient.
-    fn functions<const N: usize>(&self, rule: &Rule, ptx: &str, weights: &[&str]) -> Result<RuleKernels<N>> {
+    /// A rule's kernel for columns in fewer bits.
+    fn packed(&self, rule: &Rule) -> Result<&RuleKernels<1>> {
+        let name = || format!("{}_packed", rule.name);
+        self.loaded(&self.packed[rule.index()], || self.functions(rule.packed_ptx, &[name()]))
+    }
+
+    /// All kernels of one of a rule's files.
+    fn functions<const N: usize>(&self, ptx: &str, names: &[String]) -> Result<RuleKernels<N>> {
         let module = Module::load(&self.context, ptx)?;
         let mut functions = [std::ptr::null_mut(); N];
-        let names = weights.iter().flat_map(|weight| DTYPES.map(|grad| format!("{}_{weight}_{grad}", rule.name)));
         for (function, name) in functions.iter_mut().zip(names) {
-            *function = module.find(&name)?;
+            *function = module.find(name)?;
         }
         Ok(RuleKernels { functions, _module: module })
     }
@@ -490,8 +607,12 @@ impl Kernels {
 
     /// Runs of segments of one kind.
     fn update(&self, stream: sys::CUstream, update: &Update<'_>) -> Result<()> {
-        update.segments.chunk_by(|a, b| a.is_compact() == b.is_compact()).try_for_each(|segments| {
-            if segments[0].is_compact() {
+        let kind = |segment: &Segment| (segment.is_packed(), segment.is_compact() && !segment.is_packed());
+        update.segments.chunk_by(|a, b| kind(a) == kind(b)).try_for_each(|segments| {
+            if segments[0].is_packed() {
+                let kernel = self.packed(update.rule)?.functions[0];
+                self.pack::<RawPackedUpdate>(stream, update, segments, |_| kernel)
+            } else if segments[0].is_compact() {
                 let kernels = self.compact(update.rule)?;
                 self.pack::<RawCompactUpdate>(stream, update, segments, |segment| kernels.of(segment))
             } else {
@@ -621,6 +742,14 @@ fn arg<T>(value: &mut T) -> *mut c_void {
 mod tests {
     use super::*;
 
+    /// `SIGNED_COLUMNS` of kernels/packed.cuh.
+    #[test]
+    fn of_every_rule_the_first_column_may_be_below_zero() {
+        for rule in RULES {
+            assert!(rule.columns.iter().enumerate().all(|(i, column)| column.signed == (i == 0)), "{rule:?}");
+        }
+    }
+
     #[test]
     fn the_shipped_kernels_take_the_structs_declared_here() {
         for rule in RULES {
@@ -632,6 +761,8 @@ mod tests {
                 let parameter = format!(".b8 {}_compact_{grad}_param_0[{}]", rule.name, size_of::<RawCompactUpdate>());
                 assert!(rule.compact_ptx.contains(&parameter), "{parameter}: make ptx");
             }
+            let parameter = format!(".b8 {}_packed_param_0[{}]", rule.name, size_of::<RawPackedUpdate>());
+            assert!(rule.packed_ptx.contains(&parameter), "{parameter}: make ptx");
         }
         for kernel in ["compare_bf16", "round_f16"] {
             assert!(MASTERS.contains(&format!(".b8 {kernel}_param_0[{}]", size_of::<RawMasters>())));

@@ -40,6 +40,7 @@ pub(super) static RULE: Rule = Rule {
     sweep: sweep::<Adam>,
     ptx: include_str!("../cuda/kernels/adam.ptx"),
     compact_ptx: include_str!("../cuda/kernels/adam_compact.ptx"),
+    packed_ptx: include_str!("../cuda/kernels/adam_packed.ptx"),
 };
 
 /// The decay is rounded twice: everywhere, in one element of four, or in one block of four.

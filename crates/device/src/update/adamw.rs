@@ -35,6 +35,7 @@ pub(super) static RULE: Rule = Rule {
     sweep: sweep::<AdamW>,
     ptx: include_str!("../cuda/kernels/adamw.ptx"),
     compact_ptx: include_str!("../cuda/kernels/adamw_compact.ptx"),
+    packed_ptx: include_str!("../cuda/kernels/adamw_packed.ptx"),
 };
 
 /// The first moment, the second, and the largest second moment so far.

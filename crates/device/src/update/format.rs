@@ -165,26 +165,27 @@ impl Moment {
 
 /// What codes of 8 bits mean: from 1 downwards, three ranges of f32 whose mantissas keep fewer and fewer bits.
 ///
-/// As integers, `code = (bits of the share >> shift) - offset` in each range, and ranges meet without a gap.
+/// As integers, `code = (bits of the share >> shift) - offset` in each range, and ranges meet without a gap. As steps grow
+/// wider towards zero, the range that a number is in is the one that gives it the largest code, and gives a code the
+/// smallest number. So nobody has to ask which it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Code {
     /// Whether bit 7 is a sign.
     pub(crate) signed: bool,
-    /// By range: the exponent field of its smallest share, the bits that are cut off, and the offset.
-    pub(crate) ranges: [(u32, u32, u32); 3],
+    /// By range: the bits that are cut off, and the offset.
+    pub(crate) ranges: [(u32, u32); 3],
 }
 
-impl Code {
-    pub(crate) const UNSIGNED: Self =
-        Self { signed: false, ranges: [(127 - 12, 19, 1777), (127 - 18, 20, 857), (0, 22, 203)] };
-    pub(crate) const SIGNED: Self =
-        Self { signed: true, ranges: [(127 - 11, 20, 889), (127 - 18, 21, 425), (0, 22, 207)] };
+/// All bits of an f32 but its sign.
+const MAGNITUDE: u32 = 0x7fff_ffff;
 
-    /// The least magnitude of a range, as a code.
-    #[inline(always)]
-    pub(crate) const fn least(&self, range: usize) -> u32 {
-        let (exponent, shift, offset) = self.ranges[range];
-        (exponent << (23 - shift)) - offset
+impl Code {
+    pub(crate) const UNSIGNED: Self = Self { signed: false, ranges: [(19, 1777), (20, 857), (22, 203)] };
+    pub(crate) const SIGNED: Self = Self { signed: true, ranges: [(20, 889), (21, 425), (22, 207)] };
+
+    /// The code of 1.
+    const fn top(&self) -> i32 {
+        if self.signed { 127 } else { 255 }
     }
 
     /// The number that a code stands for, as a share of its scale.
@@ -192,14 +193,8 @@ impl Code {
     pub fn share(&self, code: u8) -> f32 {
         let code = u32::from(code);
         let (magnitude, sign) = if self.signed { (code & 0x7f, (code & 0x80) << 24) } else { (code, 0) };
-        let [(_, a, offset_a), (_, b, offset_b), (_, c, offset_c)] = self.ranges;
-        let bits = if magnitude >= self.least(0) {
-            (magnitude + offset_a) << a
-        } else if magnitude >= self.least(1) {
-            (magnitude + offset_b) << b
-        } else {
-            (magnitude + offset_c) << c
-        };
+        let [a, b, c] = self.ranges.map(|(shift, offset)| (magnitude + offset) << shift);
+        let bits = a.min(b).min(c);
         f32::from_bits(if magnitude == 0 { sign } else { bits | sign })
     }
 
@@ -207,24 +202,18 @@ impl Code {
     /// which the uppermost bits count: half for the nearest code.
     #[inline(always)]
     pub fn nearest(&self, value: f32, inverse: f32, random: Option<u32>) -> u8 {
-        let magnitude = f32::from_bits(value.to_bits() & 0x7fff_ffff);
-        let share = (magnitude * inverse).to_bits().min(1f32.to_bits());
-        let [(least_a, a, offset_a), (least_b, b, offset_b), (_, c, offset_c)] = self.ranges;
-        let (shift, offset) = if share >= least_a << 23 {
-            (a, offset_a)
-        } else if share >= least_b << 23 {
-            (b, offset_b)
-        } else {
-            (c, offset_c)
-        };
-        let up = random.map_or(1 << (shift - 1), |random| random >> (32 - shift));
-        let code = (((share + up) >> shift) as i32 - offset as i32).max(0) as u32;
+        let share = (value * inverse).to_bits() & MAGNITUDE;
+        let [a, b, c] = self.ranges.map(|(shift, offset)| {
+            let up = random.map_or(1 << (shift - 1), |random| random >> (32 - shift));
+            // Below the range this is negative.
+            (share + up).wrapping_sub(offset << shift) as i32 >> shift
+        });
         // Random numbers may carry 1 beyond itself.
-        let code = code.min(if self.signed { 127 } else { 255 });
+        let code = a.max(b).max(c).max(0).min(self.top()) as u32;
         if self.signed {
             (code | (value.to_bits() >> 31) << 7) as u8
         } else {
-            code.max(u32::from(magnitude > 0.0)) as u8
+            code.max(u32::from(value.to_bits() & MAGNITUDE != 0)) as u8
         }
     }
 }

@@ -30,6 +30,7 @@ pub(super) static RULE: Rule = Rule {
     sweep: sweep::<Lion>,
     ptx: include_str!("../cuda/kernels/lion.ptx"),
     compact_ptx: include_str!("../cuda/kernels/lion_compact.ptx"),
+    packed_ptx: include_str!("../cuda/kernels/lion_packed.ptx"),
 };
 
 const DECAYS: u32 = 2;

@@ -182,6 +182,8 @@ pub struct Rule {
     pub(crate) ptx: &'static str,
     /// The same for segments with compact masters, from the file with `_compact` behind the name.
     pub(crate) compact_ptx: &'static str,
+    /// The same for segments with columns in fewer bits, from the file with `_packed` behind the name.
+    pub(crate) packed_ptx: &'static str,
 }
 
 /// A sweep over part of a segment; see [`Unit::sweep`] for what the caller promises.
@@ -472,6 +474,7 @@ mod tests {
             assert_eq!(Rule::named(rule.name).unwrap().index(), rule.index());
             assert!(rule.ptx.contains(&format!(".entry {}_bf16_f32", rule.name)), "{rule:?}: make ptx");
             assert!(rule.compact_ptx.contains(&format!(".entry {}_compact_f32", rule.name)), "{rule:?}: make ptx");
+            assert!(rule.packed_ptx.contains(&format!(".entry {}_packed", rule.name)), "{rule:?}: make ptx");
         }
         let refusal = Rule::named("rprop").unwrap_err().to_string();
         assert!(refusal.starts_with("invalid rule: rprop; use one of adamw, adam, sgd, lion"), "{refusal}");

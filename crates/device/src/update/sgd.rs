@@ -36,6 +36,7 @@ pub(super) static RULE: Rule = Rule {
     sweep: sweep::<Sgd>,
     ptx: include_str!("../cuda/kernels/sgd.ptx"),
     compact_ptx: include_str!("../cuda/kernels/sgd_compact.ptx"),
+    packed_ptx: include_str!("../cuda/kernels/sgd_packed.ptx"),
 };
 
 /// The bit of the momentum buffer's column.

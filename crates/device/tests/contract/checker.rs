@@ -104,10 +104,11 @@ fn every_operand_of_an_update_is_watched(on: &Subject) {
             grad_dtype: Dtype::F32,
             weight: at(3),
             weight_dtype: Dtype::F32,
-            state: std::array::from_fn(|column| (column < columns).then(|| at(6 + column))),
+            state: std::array::from_fn(|column| (column < columns).then(|| at(6 + column).into())),
             master: Some(Master::F32(at(4))),
             first: 0,
             scalars: 0,
+            keys: None,
         }];
         let (grad_scale, skip, followed) = (Some(at(0)), Some(at(1)), Some(at(5)));
         let update = Update { grad_scale, skip, followed, ..Update::new(rule, &segments, &scalars) };

@@ -1,6 +1,6 @@
 //! Each rule's CUDA file against the rule's own arithmetic, without a GPU: a C++ compiler makes a program of it in which
-//! every intrinsic is the plain operation and threads run one after another. How threads run together and how a launch
-//! passes its structs needs a GPU to be tested.
+//! every intrinsic is the plain operation and threads run one after another; those of a warp take turns where they do
+//! something together. How blocks run together and how a launch passes its structs needs a GPU to be tested.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -8,10 +8,10 @@ use std::process::{Command, Stdio};
 
 use forebay_device::kernel::uniform_element;
 use forebay_device::update::{MAX_COLUMNS, MAX_SCALARS};
-use forebay_device::{Dtype, MasterFormat, Rule};
+use forebay_device::{Dtype, MasterFormat, Rule, StateFormat};
 
 use crate::masters;
-use crate::segments::{DTYPES, Problem, Shape, dtype_pairs, plausible};
+use crate::segments::{DTYPES, FORMATS, Problem, Shape, dtype_pairs, plausible};
 use crate::written::{groups, rules};
 
 /// With an argument it reads records from standard input and writes weight and columns of each to standard output. Without
@@ -20,6 +20,7 @@ const PROGRAM: &str = r#"
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <ucontext.h>
 #define __device__
 #define __global__
 #define __launch_bounds__(threads)
@@ -50,11 +51,54 @@ static float __fmul_rn(float a, float b) { return a * b; }
 static float __fadd_rn(float a, float b) { return a + b; }
 static float __fsub_rn(float a, float b) { return a - b; }
 static float __fdiv_rn(float a, float b) { return a / b; }
+static float __frcp_rn(float a) { return 1.0f / a; }
 static float __fsqrt_rn(float a) { return std::sqrt(a); }
 static float __uint_as_float(unsigned bits) { float x; __builtin_memcpy(&x, &bits, 4); return x; }
 static unsigned __float_as_uint(float x) { unsigned bits; __builtin_memcpy(&bits, &x, 4); return bits; }
 static struct { unsigned x; } blockIdx, threadIdx;
+// A lane of a warp runs until it ends or gives a number to its warp. All lanes have to give theirs before any goes on.
+static struct Lane { ucontext_t context; alignas(16) char stack[1 << 16]; unsigned mask, number; bool waits, ended; } lanes[32];
+static ucontext_t warp;
+static unsigned lane;
+static unsigned __reduce_max_sync(unsigned mask, unsigned number) {
+    Lane& own = lanes[lane];
+    own.mask = mask, own.number = number, own.waits = true;
+    swapcontext(&own.context, &warp);
+    return own.number;
+}
+static void (*run_lane)();
+static void start_lane() { run_lane(); lanes[lane].ended = true; }
+static void run_warp() {
+    for (lane = 0; lane < 32; lane++) {
+        Lane& own = lanes[lane];
+        getcontext(&own.context);
+        own.context.uc_stack.ss_sp = own.stack, own.context.uc_stack.ss_size = sizeof own.stack, own.context.uc_link = &warp;
+        makecontext(&own.context, start_lane, 0);
+        own.ended = false;
+    }
+    unsigned first = threadIdx.x;
+    for (bool together = true; together;) {
+        unsigned waiting = 0, ended = 0, numbers[32];
+        for (lane = 0; lane < 32; lane++) {
+            if (!lanes[lane].ended) {
+                lanes[lane].waits = false, threadIdx.x = first + lane;
+                swapcontext(&warp, &lanes[lane].context);
+            }
+            waiting += lanes[lane].waits && !lanes[lane].ended, ended += lanes[lane].ended;
+        }
+        // On a GPU the others would wait for ever.
+        if (waiting != 0 && waiting != 32) std::fprintf(stderr, "%u lanes wait and %u have ended\n", waiting, ended), std::exit(3);
+        for (unsigned i = 0; i < 32; i++) {
+            numbers[i] = 0;
+            for (unsigned j = 0; j < 32; j++)
+                if (lanes[i].mask >> j & 1 && lanes[j].number > numbers[i]) numbers[i] = lanes[j].number;
+        }
+        for (unsigned i = 0; i < 32; i++) lanes[i].number = numbers[i];
+        together = waiting == 32;
+    }
+}
 #include "compact.cuh"
+#include "packed.cuh"
 #undef UPDATE_KERNELS
 #define UPDATE_KERNELS(name, Rule) using Written = Rule;
 #include RULE_FILE
@@ -66,15 +110,21 @@ static void describe(Segment& seg, const u64* at, const u32* numbers, u32 blocks
 static void describe(CompactSegment& seg, const u64* at, const u32* numbers, u32 blocks) {
     seg = {at[0], at[1], {at[2], at[3], at[4]}, at[6], at[7], numbers[0], blocks, numbers[1], numbers[2]};
 }
+static void describe(PackedSegment& seg, const u64* at, const u32* numbers, u32 blocks) {
+    u64 master = at[5] ? at[5] : at[6];
+    seg = {at[0], at[1], {at[2], at[3], at[4]}, {at[8], at[9], at[10]}, master, at[7], numbers[0], blocks, numbers[1], numbers[2],
+           {numbers[4], numbers[5], numbers[6]}, numbers[3]};
+}
+static void trust(PackedUpdate& step, u32 trusts) { step.trust_master = trusts; }
 static void trust(Update& step, u32 trusts) { step.trust_master = trusts; }
 static void trust(CompactUpdate&, u32) {}
 template <class Step> static void kernel(const u32* head, void (*const* kernels)(const Step&)) {
     u32 flag = 0xdead;
     float values[2];
-    u64 bytes[8];
-    char* images[8];
-    get(values, 2), get(bytes, 8);
-    for (int i = 0; i < 8; i++) get(images[i] = (char*)std::aligned_alloc(256, (bytes[i] + 256) & ~255ull), bytes[i]);
+    u64 bytes[11];
+    char* images[11];
+    get(values, 2), get(bytes, 11);
+    for (int i = 0; i < 11; i++) get(images[i] = (char*)std::aligned_alloc(256, (bytes[i] + 256) & ~255ull), bytes[i]);
     static Step step;
     step.segments = head[2], trust(step, head[4]);
     step.followed = head[5] ? u64(&flag) : 0;
@@ -82,16 +132,22 @@ template <class Step> static void kernel(const u32* head, void (*const* kernels)
     get(step.scalars, head[3]);
     u32 blocks = 0;
     for (u32 i = 0; i < head[2]; i++) {
-        u64 starts[8], at[8];
-        u32 numbers[4];
-        get(starts, 8), get(numbers, 4);
-        for (int j = 0; j < 8; j++) at[j] = starts[j] == ~0ull ? 0 : u64(images[j]) + starts[j];
+        u64 starts[11], at[11];
+        u32 numbers[7];
+        get(starts, 11), get(numbers, 7);
+        for (int j = 0; j < 11; j++) at[j] = starts[j] == ~0ull ? 0 : u64(images[j]) + starts[j];
         describe(step.segment[i], at, numbers, blocks);
         blocks += (numbers[0] + BLOCK_ELEMENTS - 1) / BLOCK_ELEMENTS;
     }
     for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++)
-        for (threadIdx.x = 0; threadIdx.x < THREADS; threadIdx.x++) (*kernels)(step);
-    for (int i = 0; i < 8; i++) put(images[i], bytes[i]);
+        for (u32 first = 0; first < THREADS; first += 32) {
+            static const Step* all = &step;
+            static void (*kernel)(const Step&);
+            kernel = *kernels, threadIdx.x = first;
+            run_lane = [] { kernel(*all); };
+            run_warp();
+        }
+    for (int i = 0; i < 11; i++) put(images[i], bytes[i]);
     put(&flag, 1);
 }
 static void kernel() {
@@ -103,9 +159,11 @@ static void kernel() {
     static void (*const compact[3])(const CompactUpdate&) = {
         update_compact<Written, float>, update_compact<Written, Bf16>, update_compact<Written, F16>,
     };
+    static void (*const packed[1])(const PackedUpdate&) = {update_packed<Written>};
     u32 head[9];
     get(head, 9);
-    if (head[8]) kernel(head, &compact[head[1]]);
+    if (head[8] == 2) kernel(head, packed);
+    else if (head[8]) kernel(head, &compact[head[1]]);
     else kernel(head, &plain[3 * head[0] + head[1]]);
 }
 struct Record { float weight, grad, state[MAX_COLUMNS]; u32 kept, position; Scalars scalars; };
@@ -308,7 +366,7 @@ fn cuda_files_do_with_masters_what_rules_do() {
 #[test]
 fn cuda_files_compare_and_round_masters_as_rules_do() {
     let Some((kernels, folder)) = folders("cuda-compare") else { return };
-    let (prelude, _) = PROGRAM.split_once("#include \"compact.cuh\"").unwrap();
+    let (prelude, _) = PROGRAM.split_once("// A lane of a warp").unwrap();
     let program = build(&kernels, &folder, "masters", &format!("{prelude}{MASTERS}"));
     for (number, dtype) in masters::DTYPES.into_iter().enumerate() {
         for changed in [None, Some((0, 0)), Some((2, 4096)), Some((3, 69))] {
@@ -384,6 +442,94 @@ fn cuda_files_do_with_compact_masters_what_rules_do() {
                     let expected = if gave_way && has_flag { 1 } else { UNTOUCHED };
                     assert_eq!(u32::from_ne_bytes(flag.try_into().unwrap()), expected, "{}", what());
                 }
+            }
+        }
+    }
+    std::fs::remove_dir_all(&folder).unwrap();
+}
+
+/// The same for columns in fewer bits: each format and several together, rounded to nearest and at random, all types and
+/// kinds of masters, aligned memory and other, last blocks that are not full, and blocks that are not finite.
+#[test]
+fn cuda_files_do_with_columns_in_fewer_bits_what_rules_do() {
+    let Some((folder, programs)) = compile("cuda-packed") else { return };
+    for (rule, program) in programs {
+        let groups = groups(rule);
+        for (turn, formats) in FORMATS[1..].iter().enumerate() {
+            let pairs: Vec<_> = dtype_pairs().collect();
+            // Groups whose rule keeps nothing have nothing in fewer bits.
+            let of_turn: Vec<_> =
+                groups.iter().filter(|group| group.kept & 1 != 0).cycle().skip(5 * turn).take(8).collect();
+            let shape = |i: usize| {
+                let (weight, grad) = pairs[(i + 2 * turn) % pairs.len()];
+                let master = match i % 4 {
+                    0 => MasterFormat::None,
+                    1 if weight == Dtype::Bf16 => MasterFormat::Compact,
+                    2 => MasterFormat::Compact,
+                    _ => MasterFormat::F32,
+                };
+                let weight = if master == MasterFormat::Compact { Dtype::Bf16 } else { weight };
+                Shape {
+                    weight,
+                    grad,
+                    master,
+                    // Beyond 2^32 too.
+                    first: 700 * i as u64 + if i % 5 == 0 { (1 << 33) - 1000 } else { 0 },
+                    scalars: (i % 8) as u32,
+                    shifted: i % 3 == 2,
+                    // A column of f32 alone would go to another kernel.
+                    formats: if formats.0[0] == StateFormat::F32 { FORMATS[2] } else { *formats },
+                    ..Shape::plain([5, 4099, 64, 8192, 1, 300, 255, 257, 4355][i % 9], of_turn[i % 8].kept)
+                }
+            };
+            let scalars: Vec<_> = of_turn.iter().map(|group| group.scalars()).collect();
+            let some_follow = Problem::new(rule, &scalars, &(0..18).map(shape).collect::<Vec<_>>(), plausible);
+            let mut all_hold = some_follow.clone();
+            all_hold.set_weights(|_, master| master);
+            let mut one_follows = all_hold.clone();
+            one_follows.set_weight(3, 8191, 0.0);
+            let not_finite = Problem::new(rule, &scalars, &(0..18).map(shape).collect::<Vec<_>>(), |segment, i| {
+                let [weight, grad, mean, square, largest, master] = plausible(segment, i);
+                match i {
+                    70 => [weight, f32::INFINITY, mean, square, largest, master],
+                    600 => [weight, grad, f32::NAN, f32::NAN, f32::NAN, master],
+                    1024..1280 => [weight, 0.0, 0.0, 0.0, 0.0, master],
+                    1280..1536 => [weight, 0.0, -1e-39, 1e-39, 1e-39, master],
+                    _ => [weight, grad, mean, square, largest, master],
+                }
+            });
+            let trusting = Problem::new(
+                rule,
+                &scalars,
+                &(0..18)
+                    .map(shape)
+                    .map(|shape| match shape.master {
+                        MasterFormat::Compact => Shape { master: MasterFormat::F32, ..shape },
+                        _ => shape,
+                    })
+                    .collect::<Vec<_>>(),
+                plausible,
+            )
+            .trusting();
+            for (problem, (scale, has_flag, skip)) in [
+                (&some_follow, (None, true, None)),
+                (&some_follow, (Some(0.37), false, Some(0.0))),
+                (&some_follow, (None, true, Some(1.0))),
+                (&all_hold, (None, true, None)),
+                (&one_follows, (Some(0.37), true, None)),
+                (&not_finite, (None, false, None)),
+                (&trusting, (Some(0.37), true, None)),
+            ] {
+                let found = run(&mut Command::new(&program), problem.to_bytes(scale, skip, has_flag));
+                let (mut after, mut gave_way) = (problem.clone(), false);
+                if skip != Some(1.0) {
+                    gave_way = after.step(scale.unwrap_or(1.0));
+                }
+                let (images, flag) = found.split_at(found.len() - 4);
+                let what = format!("{formats:?}, {scale:?} {has_flag} {skip:?}");
+                after.expect_images(images, &what);
+                let expected = if gave_way && has_flag { 1 } else { UNTOUCHED };
+                assert_eq!(u32::from_ne_bytes(flag.try_into().unwrap()), expected, "{rule:?}, {what}");
             }
         }
     }

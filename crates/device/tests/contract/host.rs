@@ -34,10 +34,11 @@ fn segment_of(on: &Subject, rule: &Rule, elements: u64) -> Segment {
         weight_dtype: Dtype::F32,
         grad: region(),
         grad_dtype: Dtype::F32,
-        state: std::array::from_fn(|column| (column < rule.columns.len()).then(region)),
+        state: std::array::from_fn(|column| (column < rule.columns.len()).then(|| region().into())),
         master: None,
         first: 0,
         scalars: 0,
+        keys: None,
     }
 }
 
@@ -55,7 +56,7 @@ fn segment(on: &Subject, elements: u64) -> Segment {
 }
 
 fn first_column(segment: &Segment) -> &Region {
-    segment.state[0].as_ref().unwrap()
+    segment.state[0].as_ref().unwrap().regions().next().unwrap()
 }
 
 fn memory_that_is_not_the_host_s_is_refused(on: &Subject) {
@@ -65,7 +66,7 @@ fn memory_that_is_not_the_host_s_is_refused(on: &Subject) {
     for bad in [
         Segment { weight: on_device(), ..good.clone() },
         Segment { grad: on_device(), ..good.clone() },
-        Segment { state: [Some(on_device()), square, largest], ..good.clone() },
+        Segment { state: [Some(on_device().into()), square, largest], ..good.clone() },
         Segment { master: Some(Master::F32(on_device())), ..good.clone() },
     ] {
         refused(on.update_on_host(&threads, update(vec![good.clone(), bad])));
@@ -89,7 +90,7 @@ fn operands_that_do_not_fit_together_are_refused_on_the_host_too(on: &Subject) {
             (Segment { grad: good.weight.clone(), ..good.clone() }, "weight overlaps grad".to_owned()),
             (Segment { scalars: 1, ..good.clone() }, "scalar set 1 of 1".to_owned()),
             (Segment { weight_dtype: Dtype::Bf16, ..good.clone() }, "grad has 400 bytes where 200".to_owned()),
-            (Segment { state: [Some(short), second, third], ..good.clone() }, format!("{column} has 396 bytes")),
+            (Segment { state: [Some(short.into()), second, third], ..good.clone() }, format!("{column} has 396 bytes")),
         ] {
             match on.update_on_host(&threads, update_by(rule, vec![bad])) {
                 Err(Error::BadOperands { operation, reason }) => {

@@ -2,7 +2,7 @@
 
 use forebay_device::kernel::{power_element, uniform_element};
 use forebay_device::update::MAX_COLUMNS;
-use forebay_device::{Dtype, Error, Kernel, Master, Region, Rule, Scalars, Segment, Update};
+use forebay_device::{Dtype, Error, Kernel, Master, Moment, Region, Rule, Scalars, Segment, Update};
 
 use crate::bench::{Subject, pattern};
 use crate::written::{groups, rules};
@@ -160,10 +160,11 @@ fn fitting(on: &Subject, rule: &Rule) -> Segment {
         weight_dtype: Dtype::Bf16,
         grad: take(16),
         grad_dtype: Dtype::F32,
-        state: std::array::from_fn(|column| (column < rule.columns.len()).then(|| take(16))),
+        state: std::array::from_fn(|column| (column < rule.columns.len()).then(|| take(16).into())),
         master: Some(Master::F32(take(16))),
         first: 64,
         scalars: 1,
+        keys: None,
     }
 }
 
@@ -194,7 +195,12 @@ fn updates_refuse_flags_that_do_not_fit(on: &Subject) {
         let (stream, segments) = (on.stream("fits").unwrap(), [fitting(on, rule)]);
         let (grad_scale, skip) = (Some(at(0, 4)), Some(at(4, 4)));
         let update = Update { segments: &segments, grad_scale, skip, followed: Some(at(8, 4)), ..base };
-        let operands = segments[0].state.iter().flatten().chain([&segments[0].weight, &segments[0].grad]);
+        let operands = segments[0]
+            .state
+            .iter()
+            .flatten()
+            .flat_map(Moment::regions)
+            .chain([&segments[0].weight, &segments[0].grad]);
         let masters = segments[0].master.iter().flat_map(Master::columns).map(|(_, region)| region);
         let operands = operands.chain(masters).map(|operand| operand.slice(0, 4).unwrap());
         for taken in operands.chain([at(0, 4), at(4, 4)]) {
@@ -308,30 +314,30 @@ fn updates_refuse_columns_by_name(on: &Subject) {
         for (i, name) in rule.columns.iter().map(|column| column.name).enumerate() {
             let sized = |bytes: u64| format!("{name} has {bytes} bytes where 4 elements need 16");
             for bytes in [0, 8, 12, 18, 20] {
-                check("another size", &sized(bytes), &|s| s.state[i] = Some(at(0, bytes)));
+                check("another size", &sized(bytes), &|s| s.state[i] = Some(at(0, bytes).into()));
             }
-            check("at half its type", &format!("{name} at 0x"), &|s| s.state[i] = Some(at(2, 16)));
-            check("on the host", "is not device memory", &|s| s.state[i] = Some(host.clone()));
+            check("at half its type", &format!("{name} at 0x"), &|s| s.state[i] = Some(at(2, 16).into()));
+            check("on the host", "is not device memory", &|s| s.state[i] = Some(host.clone().into()));
             if least & 1 << i != 0 {
                 check("not there", &format!("{name} is missing"), &|s| s.state[i] = None);
             }
-            check("the gradient", &format!("{name} overlaps grad"), &|s| s.state[i] = Some(s.grad.clone()));
+            check("the gradient", &format!("{name} overlaps grad"), &|s| s.state[i] = Some(s.grad.clone().into()));
             check("the master", &format!("{name} overlaps master_param"), &|s| {
-                s.state[i] = s.master.iter().flat_map(Master::columns).next().map(|(_, region)| region.clone());
+                s.state[i] = s.master.iter().flat_map(Master::columns).next().map(|(_, region)| region.clone().into());
             });
             check("over the weight", &format!("{name} overlaps weight"), &|s| {
-                (s.state[i], s.weight) = (Some(at(0, 16)), at(14, 8));
+                (s.state[i], s.weight) = (Some(at(0, 16).into()), at(14, 8));
             });
             if let Some(next) = rule.columns.get(i + 1) {
                 check("one element of two columns", &format!("{name} overlaps {}", next.name), &|s| {
-                    (s.state[i], s.state[i + 1]) = (Some(at(0, 16)), Some(at(12, 16)));
+                    (s.state[i], s.state[i + 1]) = (Some(at(0, 16).into()), Some(at(12, 16).into()));
                 });
             }
         }
         for extra in rule.columns.len()..MAX_COLUMNS {
             let names = rule.columns.iter().map(|column| column.name).collect::<Vec<_>>().join(", ");
             let says = format!("is column {extra} of its state, which is {names}");
-            check("a column too many", &says, &|s| s.state[extra] = Some(at(0, 16)));
+            check("a column too many", &says, &|s| s.state[extra] = Some(at(0, 16).into()));
         }
     }
 }

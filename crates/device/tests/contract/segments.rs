@@ -4,10 +4,12 @@
 use std::ops::Range;
 
 use forebay_device::kernel::uniform_element;
+use forebay_device::update::format::{bf16_at_random, random, scale_of};
 use forebay_device::update::master::{join, split};
-use forebay_device::update::{MASTER_CARRY, MASTER_LOW, MAX_COLUMNS, MAXIMIZE};
+use forebay_device::update::{BLOCK, MASTER_CARRY, MASTER_LOW, MAX_COLUMNS, MAXIMIZE};
 use forebay_device::{
-    Buffer, Dtype, HostThreads, HostUpdate, Kernel, Master, MasterFormat, Region, Rule, Scalars, Segment, Update,
+    Buffer, Dtype, HostThreads, HostUpdate, Kernel, Master, MasterFormat, Moment, Region, Rule, Scalars, Segment,
+    StateFormat, Update,
 };
 use half::{bf16, f16};
 
@@ -27,7 +29,26 @@ const STATE: Range<usize> = 2..2 + MAX_COLUMNS;
 const MASTER: usize = STATE.end;
 const LOW: usize = MASTER + 1;
 const CARRY: usize = LOW + 1;
-pub(crate) const OPERANDS: usize = CARRY + 1;
+const SCALE: Range<usize> = CARRY + 1..CARRY + 1 + MAX_COLUMNS;
+pub(crate) const OPERANDS: usize = SCALE.end;
+
+/// The formats of a segment's columns, and the keys with which they are rounded.
+pub(crate) type Formats = ([StateFormat; MAX_COLUMNS], Option<[u32; MAX_COLUMNS]>);
+
+/// Formats of columns: each one alone and several together, rounded to nearest and at random.
+pub(crate) const FORMATS: [Formats; 7] = {
+    use StateFormat::{Bf16, Blocks, F32};
+    const KEYS: Option<[u32; MAX_COLUMNS]> = Some([0x1234_5678, 0x9abc_def0, 7]);
+    [
+        ([F32, F32, F32], None),
+        ([Bf16, Bf16, Bf16], None),
+        ([Blocks, Blocks, Blocks], KEYS),
+        ([Bf16, Blocks, F32], KEYS),
+        ([Blocks, Blocks, Blocks], None),
+        ([Blocks, F32, Bf16], None),
+        ([Bf16, Bf16, Bf16], KEYS),
+    ]
+};
 
 /// What a segment is to be like.
 #[derive(Debug, Clone, Copy)]
@@ -43,23 +64,37 @@ pub(crate) struct Shape {
     pub(crate) scalars: u32,
     /// Starts one element after an aligned address.
     pub(crate) shifted: bool,
+    pub(crate) formats: Formats,
 }
 
 impl Shape {
     /// All of a parameter of f32 with these columns.
     pub(crate) fn plain(elements: usize, kept: u32) -> Self {
         let (weight, grad) = (Dtype::F32, Dtype::F32);
-        Self { elements, weight, grad, master: MasterFormat::None, kept, first: 0, scalars: 0, shifted: false }
+        let (master, formats) = (MasterFormat::None, FORMATS[0]);
+        Self { elements, weight, grad, master, kept, first: 0, scalars: 0, shifted: false, formats }
     }
 
     pub(crate) fn is_compact(&self) -> bool {
         self.master == MasterFormat::Compact
     }
 
+    /// The format of a column that is there.
+    fn format(&self, operand: usize) -> Option<StateFormat> {
+        let is_there = STATE.contains(&operand) && self.has(operand);
+        is_there.then(|| self.formats.0[operand - STATE.start])
+    }
+
+    /// Whether a column that is there is kept in fewer bits.
+    pub(crate) fn is_packed(&self) -> bool {
+        STATE.filter_map(|operand| self.format(operand)).any(|format| format != StateFormat::F32)
+    }
+
     fn dtype(&self, operand: usize) -> Dtype {
         match operand {
             WEIGHT => self.weight,
             GRAD => self.grad,
+            _ if self.format(operand) == Some(StateFormat::Bf16) => Dtype::Bf16,
             _ => Dtype::F32,
         }
     }
@@ -69,6 +104,8 @@ impl Shape {
         (match operand {
             LOW => MASTER_LOW.bytes(elements as u64),
             CARRY => MASTER_CARRY.bytes(elements as u64),
+            scale if SCALE.contains(&scale) => 4 * (elements as u64).div_ceil(BLOCK.into()),
+            _ if self.format(operand) == Some(StateFormat::Blocks) => elements as u64,
             _ => self.dtype(operand).bytes() * elements as u64,
         }) as usize
     }
@@ -78,6 +115,9 @@ impl Shape {
             WEIGHT | GRAD => true,
             MASTER => self.master == MasterFormat::F32,
             LOW | CARRY => self.is_compact(),
+            scale if SCALE.contains(&scale) => {
+                self.format(scale - SCALE.start + STATE.start) == Some(StateFormat::Blocks)
+            }
             column => self.kept & 1 << (column - STATE.start) != 0,
         }
     }
@@ -171,15 +211,51 @@ impl Problem {
         }
         let mut problem = Self { rule, images, segments, scalars: scalars.to_vec(), trust_master: false };
         for (segment, shape) in shapes.iter().enumerate() {
+            let mut state: [Vec<f32>; MAX_COLUMNS] = Default::default();
             for i in 0..shape.elements {
                 let values = values(segment, i);
-                for operand in (WEIGHT..MASTER).filter(|&operand| shape.has(operand)) {
+                for operand in [WEIGHT, GRAD] {
                     problem.set(segment, operand, i, &narrow(values[operand], shape.dtype(operand)));
                 }
                 problem.set_master(segment, i, values[MASTER]);
+                state.iter_mut().zip(&values[STATE]).for_each(|(column, value)| column.push(*value));
             }
+            problem.set_state(segment, &state, None);
         }
         problem
+    }
+
+    /// Keeps the columns of a segment in their formats, rounded to nearest or with these keys.
+    fn set_state(&mut self, segment: usize, state: &[Vec<f32>; MAX_COLUMNS], keys: Option<[u32; MAX_COLUMNS]>) {
+        let shape = self.segments[segment].0;
+        for (column, numbers) in state.iter().enumerate().filter(|(column, _)| shape.has(STATE.start + column)) {
+            let operand = STATE.start + column;
+            let random = |i: usize| keys.map(|keys| random(keys[column], (shape.first + i as u64) as u32));
+            match shape.formats.0[column] {
+                StateFormat::Bf16 if keys.is_some() => {
+                    for (i, number) in numbers.iter().enumerate() {
+                        let kept = bf16_at_random(*number, random(i).unwrap());
+                        self.set(segment, operand, i, &kept.to_ne_bytes());
+                    }
+                }
+                StateFormat::F32 | StateFormat::Bf16 => {
+                    for (i, number) in numbers.iter().enumerate() {
+                        self.set(segment, operand, i, &narrow(*number, shape.dtype(operand)));
+                    }
+                }
+                StateFormat::Blocks => {
+                    let code = self.rule.columns[column].code();
+                    for (block, of_block) in numbers.chunks(BLOCK as usize).enumerate() {
+                        let magnitudes = of_block.iter().map(|number| number.to_bits() & 0x7fff_ffff);
+                        let (scale, inverse) = scale_of(magnitudes.max().unwrap());
+                        self.set(segment, SCALE.start + column, block, &scale.to_ne_bytes());
+                        for (i, number) in (block * BLOCK as usize..).zip(of_block) {
+                            self.set(segment, operand, i, &[code.nearest(*number, inverse, random(i))]);
+                        }
+                    }
+                }
+            }
+        }
     }
 
     /// The number in an operand; for a compact master, as the one that it was made from if its weight is still the same.
@@ -196,6 +272,15 @@ impl Problem {
                 return u16::from_ne_bytes([self.images[LOW][at], self.images[LOW][at + 1]]).into();
             }
             CARRY => return (self.images[CARRY][starts[CARRY] + i / 8] >> (i % 8) & 1).into(),
+            _ if SCALE.contains(&operand) => {
+                let at = starts[operand] + 4 * (i / BLOCK as usize);
+                return widen(&self.images[operand][at..at + 4], Dtype::F32);
+            }
+            _ if shape.format(operand) == Some(StateFormat::Blocks) => {
+                let column = operand - STATE.start;
+                let share = self.rule.columns[column].code().share(self.images[operand][starts[operand] + i]);
+                return share * self.value(segment, SCALE.start + column, i);
+            }
             _ => {}
         }
         let (dtype, width) = (shape.dtype(operand), shape.dtype(operand).bytes() as usize);
@@ -276,11 +361,26 @@ impl Problem {
 
     /// The same with all masters in another format, for segments of bf16.
     pub(crate) fn with_masters(&self, format: MasterFormat) -> Self {
-        let shape = |shape: Shape| Shape { master: format, ..shape };
+        self.with_shapes(|shape| Shape { master: format, ..shape })
+    }
+
+    /// The same with all columns in these formats, rounded to nearest.
+    pub(crate) fn with_formats(&self, formats: Formats) -> Self {
+        let mut same = self.with_shapes(|shape| Shape { formats, ..shape });
+        same.trust_master = self.trust_master;
+        // As they are, not as they would be made from the masters that they stand for.
+        for operand in [WEIGHT, MASTER, LOW, CARRY] {
+            same.images[operand].clone_from(&self.images[operand]);
+        }
+        same
+    }
+
+    fn with_shapes(&self, shape: impl Fn(Shape) -> Shape) -> Self {
         let shapes: Vec<Shape> = self.shapes().map(shape).collect();
         let value = |segment: usize, i: usize| {
             std::array::from_fn(|operand| {
-                let has = operand == MASTER || self.segments[segment].0.has(operand);
+                let shape = self.segments[segment].0;
+                let has = shape.has(operand) || (operand == MASTER && shape.is_compact());
                 if has { self.value(segment, operand, i) } else { 0.0 }
             })
         };
@@ -293,6 +393,7 @@ impl Problem {
         for segment in 0..self.segments.len() {
             let shape = self.segments[segment].0;
             let s = self.scalars[shape.scalars as usize];
+            let mut columns: [Vec<f32>; MAX_COLUMNS] = Default::default();
             for i in 0..shape.elements {
                 let value = |operand| self.value(segment, operand, i);
                 // A master counts where the weight is its rounding.
@@ -310,17 +411,16 @@ impl Problem {
                 }
                 let new = (self.rule.element)(old, grad, &mut state, shape.kept, &s, shape.first + i as u64);
                 self.set(segment, WEIGHT, i, &narrow(new, shape.weight));
-                for (operand, value) in STATE.zip(state).filter(|(operand, _)| shape.has(*operand)) {
-                    self.set(segment, operand, i, &value.to_ne_bytes());
-                }
+                columns.iter_mut().zip(state).for_each(|(column, value)| column.push(value));
                 self.set_master(segment, i, new);
             }
+            self.set_state(segment, &columns, shape.formats.1);
         }
         gave_way
     }
 
     /// All of it as bytes, for a program that runs the kernels: types and numbers of things, images, sets of scalars, and
-    /// where each segment's operands start. All segments have the types of the first.
+    /// where each segment's operands start. All segments have the types of the first, unless they are packed.
     pub(crate) fn to_bytes(&self, grad_scale: Option<f32>, skip: Option<f32>, has_flag: bool) -> Vec<u8> {
         let place = |dtype: Dtype| DTYPES.iter().position(|&known| known == dtype).unwrap() as u32;
         let (first, sets) = (self.segments[0].0, &self.scalars);
@@ -334,7 +434,7 @@ impl Problem {
             has_flag.into(),
             grad_scale.is_some().into(),
             skip.is_some().into(),
-            first.is_compact().into(),
+            if first.is_packed() { 2 } else { first.is_compact().into() },
         ] {
             bytes.extend(number.to_ne_bytes());
         }
@@ -346,11 +446,22 @@ impl Problem {
             [set.flags, 0].iter().for_each(|number| bytes.extend(number.to_ne_bytes()));
         }
         for (shape, starts) in &self.segments {
-            let kind = |shape: &Shape| (shape.weight, shape.grad, shape.is_compact());
+            let kind = |shape: &Shape| (!shape.is_packed()).then_some((shape.weight, shape.grad, shape.is_compact()));
             assert_eq!(kind(shape), kind(&first));
             let start = |operand: usize| if shape.has(operand) { starts[operand] as u64 } else { u64::MAX };
             (0..OPERANDS).for_each(|operand| bytes.extend(start(operand).to_ne_bytes()));
-            let numbers = [shape.elements as u32, shape.scalars, (shape.first % 2048) as u32, 0];
+            let first = if shape.is_packed() { shape.first } else { shape.first % 2048 };
+            let master = [MasterFormat::None, MasterFormat::F32, MasterFormat::Compact];
+            let mut kinds = place(shape.weight) | place(shape.grad) << 2;
+            kinds |= (master.iter().position(|known| *known == shape.master).unwrap() as u32) << 4;
+            for operand in STATE {
+                let format = shape.format(operand).unwrap_or_default();
+                let place = StateFormat::ALL.iter().position(|known| *known == format).unwrap() as u32;
+                kinds |= place << (6 + 2 * (operand - STATE.start));
+            }
+            kinds |= u32::from(shape.formats.1.is_some()) << 12;
+            let [a, b, c] = shape.formats.1.unwrap_or_default();
+            let numbers = [shape.elements as u32, shape.scalars, first as u32, kinds, a, b, c];
             numbers.iter().for_each(|number| bytes.extend(number.to_ne_bytes()));
         }
         bytes
@@ -359,6 +470,16 @@ impl Problem {
     /// Whether these are its images, one after another.
     pub(crate) fn has_images(&self, bytes: &[u8]) -> bool {
         self.images.concat() == bytes
+    }
+
+    /// These are its images, one after another, but for the payloads of NaNs.
+    pub(crate) fn expect_images(&self, mut bytes: &[u8], what: &str) {
+        let images = self.images.each_ref().map(|image| {
+            let (own, rest) = bytes.split_at(image.len());
+            bytes = rest;
+            own.to_vec()
+        });
+        self.expect_these(images, what);
     }
 
     pub(crate) fn upload(&self, on: &Subject) -> OnDevice {
@@ -376,7 +497,16 @@ impl Problem {
                 weight_dtype: shape.weight,
                 grad: region(GRAD).unwrap(),
                 grad_dtype: shape.grad,
-                state: std::array::from_fn(|column| region(STATE.start + column)),
+                state: std::array::from_fn(|column| {
+                    let numbers = region(STATE.start + column)?;
+                    Some(match shape.formats.0[column] {
+                        StateFormat::F32 => Moment::F32(numbers),
+                        StateFormat::Bf16 => Moment::Bf16(numbers),
+                        StateFormat::Blocks => {
+                            Moment::Blocks { codes: numbers, scales: region(SCALE.start + column).unwrap() }
+                        }
+                    })
+                }),
                 master: match shape.master {
                     MasterFormat::None => None,
                     MasterFormat::F32 => region(MASTER).map(Master::F32),
@@ -386,6 +516,7 @@ impl Problem {
                 },
                 first: shape.first,
                 scalars: shape.scalars,
+                keys: shape.formats.1,
             }
         };
         self.segments.iter().map(segment).collect()
@@ -393,9 +524,24 @@ impl Problem {
 
     /// One launch over all segments, brought to its end.
     pub(crate) fn launch(&self, on: &Subject, device: &OnDevice, flags: Flags) {
-        let (stream, segments) = (on.stream("update").unwrap(), self.regions(&device.regions()));
+        self.launch_these(on, &self.regions(&device.regions()), flags);
+    }
+
+    /// The same with each segment cut after every so many elements, the last pieces first.
+    pub(crate) fn launch_in_pieces(&self, on: &Subject, device: &OnDevice, elements: u64) {
+        let pieces = |segment: &Segment| {
+            let starts = (0..segment.elements().div_ceil(elements)).rev().map(|i| i * elements);
+            let piece = |start| piece(segment, start..(start + elements).min(segment.elements()));
+            starts.map(piece).collect::<Vec<_>>()
+        };
+        let segments: Vec<Segment> = self.regions(&device.regions()).iter().flat_map(pieces).collect();
+        self.launch_these(on, &segments, Flags::default());
+    }
+
+    fn launch_these(&self, on: &Subject, segments: &[Segment], flags: Flags) {
+        let stream = on.stream("update").unwrap();
         let (Flags { grad_scale, skip, followed }, trust_master) = (flags, self.trust_master);
-        let update = Update::new(self.rule, &segments, &self.scalars);
+        let update = Update::new(self.rule, segments, &self.scalars);
         let update = Update { grad_scale, skip, trust_master, followed, ..update };
         on.launch(&stream, &Kernel::Update(update)).unwrap();
         on.finish(&stream).unwrap();
@@ -419,14 +565,18 @@ impl Problem {
 
     /// Every element is what this problem says, and so is every byte between them.
     pub(crate) fn expect(&self, on: &Subject, device: &OnDevice, what: &str) {
+        self.expect_these(device.buffers.each_ref().map(|buffer| on.download(&buffer.all())), what);
+    }
+
+    fn expect_these(&self, images: [Vec<u8>; OPERANDS], what: &str) {
         let mut got = self.clone();
-        got.images = device.buffers.each_ref().map(|buffer| on.download(&buffer.all()));
+        got.images = images;
         for segment in 0..self.segments.len() {
             let shape = self.segments[segment].0;
             for operand in shape.operands() {
                 for i in 0..shape.elements {
                     let (want, found) = (self.value(segment, operand, i), got.value(segment, operand, i));
-                    let of_nan = operand >= LOW && self.value(segment, MASTER, i).is_nan();
+                    let of_nan = matches!(operand, LOW | CARRY) && self.value(segment, MASTER, i).is_nan();
                     assert!(
                         same(want, found) || (of_nan && got.value(segment, MASTER, i).is_nan()),
                         "{:?}, {what}: operand {operand} of segment {segment} at {i} is {found:e} ({:#x}), not {want:e} \
@@ -435,6 +585,13 @@ impl Problem {
                         found.to_bits(),
                         want.to_bits()
                     );
+                }
+                if shape.format(operand) == Some(StateFormat::Blocks) {
+                    let start = self.segments[segment].1[operand];
+                    for i in (0..shape.elements).filter(|&i| !self.value(segment, operand, i).is_nan()) {
+                        let (want, found) = (self.images[operand][start + i], got.images[operand][start + i]);
+                        assert_eq!(found, want, "{:?}, {what}: code {i} of operand {operand}: {shape:?}", self.rule);
+                    }
                 }
                 // Equal but for the payloads of NaNs; made equal, so that what is left to compare is the rest.
                 let start = self.segments[segment].1[operand];
@@ -450,6 +607,33 @@ impl Problem {
             let same = got.images[operand] == self.images[operand];
             assert!(same, "{:?}, {what}: bytes beside operand {operand} changed", self.rule);
         }
+    }
+}
+
+/// A part of a segment that begins where its blocks do.
+fn piece(of: &Segment, range: Range<u64>) -> Segment {
+    let part = |region: &Region, bytes: u64, block: u64| {
+        let (start, end) = (range.start / block * bytes, range.end.div_ceil(block) * bytes);
+        region.slice(start, end - start).unwrap()
+    };
+    Segment {
+        weight: part(&of.weight, of.weight_dtype.bytes(), 1),
+        grad: part(&of.grad, of.grad_dtype.bytes(), 1),
+        state: of.state.each_ref().map(|column| {
+            Some(match column.as_ref()? {
+                Moment::F32(region) => Moment::F32(part(region, 4, 1)),
+                Moment::Bf16(region) => Moment::Bf16(part(region, 2, 1)),
+                Moment::Blocks { codes, scales } => {
+                    Moment::Blocks { codes: part(codes, 1, 1), scales: part(scales, 4, BLOCK.into()) }
+                }
+            })
+        }),
+        master: of.master.as_ref().map(|master| match master {
+            Master::F32(region) => Master::F32(part(region, 4, 1)),
+            Master::Compact { low, carry } => Master::Compact { low: part(low, 2, 1), carry: part(carry, 1, 8) },
+        }),
+        first: of.first + range.start,
+        ..of.clone()
     }
 }
 

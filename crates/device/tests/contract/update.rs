@@ -5,7 +5,7 @@ use forebay_device::update::{MAX_COLUMNS, MAXIMIZE};
 use forebay_device::{Dtype, HostOptions, HostThreads, MasterFormat, Region, Rule, Scalars};
 
 use crate::bench::{Subject, random};
-use crate::segments::{DTYPES, Flags, Problem, Shape, Values, dtype_pairs, plausible};
+use crate::segments::{DTYPES, FORMATS, Flags, Problem, Shape, Values, dtype_pairs, plausible};
 use crate::written::{Group, different_groups, groups, rules, written};
 
 forebay_device::on_devices! {
@@ -25,7 +25,11 @@ forebay_device::on_devices! {
         ten_steps_in_a_row_stay_exact,
         compact_masters_give_the_bits_of_f32_masters,
         halves_that_make_no_master_give_way,
-        special_values_survive_compact_masters;
+        special_values_survive_compact_masters,
+        any_cut_into_pieces_gives_the_same_bits,
+        blocks_of_special_numbers_come_out_as_written,
+        steps_in_fewer_bits_stay_exact,
+        weights_come_from_numbers_before_they_are_narrowed;
 }
 
 /// Blocks of the GPU's kernels are of 4096 elements.
@@ -44,7 +48,17 @@ fn plain(groups: &[Group], elements: usize) -> Vec<Shape> {
     groups.iter().enumerate().map(shape).collect()
 }
 
-fn compare(on: &Subject, mut problem: Problem, what: &str) {
+/// The update has the bits of the rule's arithmetic, on the device and on the host, with state of f32 and in fewer bits:
+/// of the formats two take their turn.
+fn compare(on: &Subject, problem: Problem, what: &str) {
+    let turn = what.bytes().map(usize::from).sum::<usize>();
+    for formats in [turn % 6, (turn + 3) % 6].map(|i| FORMATS[1 + i]) {
+        compare_as_it_is(on, problem.with_formats(formats), &format!("{what}, {formats:?}"));
+    }
+    compare_as_it_is(on, problem, what);
+}
+
+fn compare_as_it_is(on: &Subject, mut problem: Problem, what: &str) {
     let device = problem.upload(on);
     let host = problem.upload(on);
     problem.launch(on, &device, Flags::default());
@@ -162,15 +176,21 @@ fn many_segments_go_in_one_launch(on: &Subject) {
                 let elements = 1 + (random(9, i as u64) % 200) as usize + if i % 50 == 7 { 4096 } else { 0 };
                 let (kept, shifted) = (groups[scalars as usize].kept, i % 5 == 2);
                 // Some of the bf16 masters are compact: launches of both kinds take turns.
+                // Runs of all kinds of launches, and every tenth segment of another kind than those beside it.
+                let formats = if i % 10 == 9 { FORMATS[i / 10 % 7] } else { FORMATS[i / 70 % 3] };
                 let master = match (i % 4, weight) {
                     (1, Dtype::Bf16) if i % 8 == 5 => MasterFormat::Compact,
                     (turn, _) => (turn == 1).into(),
                 };
-                Shape { elements, weight, grad, master, kept, first: 64 * i as u64, scalars, shifted }
+                Shape { elements, weight, grad, master, kept, first: 64 * i as u64, scalars, shifted, formats }
             };
             let shapes: Vec<Shape> = (0..count).map(shape).collect();
-            compare(on, Problem::new(rule, &scalars(&groups), &shapes, plausible), what);
+            compare_as_it_is(on, Problem::new(rule, &scalars(&groups), &shapes, plausible), what);
         }
+        // More than one launch of packed segments takes.
+        let shape = |_| Shape { formats: FORMATS[2], ..Shape::plain(300, groups[0].kept) };
+        let shapes: Vec<Shape> = (0..70).map(shape).collect();
+        compare_as_it_is(on, Problem::new(rule, &scalars(&groups), &shapes, plausible), "all of them packed");
     }
 }
 
@@ -234,16 +254,17 @@ fn a_master_gives_way_to_a_weight_that_was_replaced(on: &Subject) {
     }
 }
 
-/// Segments with all groups and pairs of types of a rule, with and without masters.
+/// Segments with all groups and pairs of types of a rule, with and without masters, in all formats of state.
 fn mixed(rule: &'static Rule, masters: &[bool]) -> Problem {
     let (groups, pairs) = (groups(rule), dtype_pairs().collect::<Vec<_>>());
     let mut shapes = Vec::new();
-    for (i, plain) in plain(&groups, 0).into_iter().cycle().take(groups.len().max(9)).enumerate() {
+    for (i, plain) in plain(&groups, 0).into_iter().cycle().take(groups.len().max(14)).enumerate() {
         for (turn, &master) in masters.iter().enumerate() {
             let elements = LENGTHS[(i + 2 * turn) % LENGTHS.len()];
             let (first, shifted) = (FIRSTS[(i + turn) % FIRSTS.len()], (i / 2 + turn) % 2 == 1);
             let (weight, grad) = pairs[(i + 4 * turn) % pairs.len()];
-            shapes.push(Shape { elements, weight, grad, master: master.into(), first, shifted, ..plain });
+            let formats = FORMATS[(i + 3 * turn) % FORMATS.len()];
+            shapes.push(Shape { elements, weight, grad, master: master.into(), first, shifted, formats, ..plain });
         }
     }
     Problem::new(rule, &scalars(&groups), &shapes, plausible)
@@ -486,5 +507,115 @@ fn special_values_survive_compact_masters(on: &Subject) {
             [master, grad * there, mean * there, square, largest, master]
         };
         compare(on, compact(rule, value), "special masters");
+    }
+}
+
+/// A segment that is cut where its blocks are has the bits of a whole one: random numbers come from places in the
+/// parameter, and scales belong to their blocks. The pieces are updated in another order.
+fn any_cut_into_pieces_gives_the_same_bits(on: &Subject) {
+    for (rule, formats) in rules().flat_map(|rule| FORMATS.map(|formats| (rule, formats))) {
+        let groups = groups(rule);
+        let mut shapes = plain(&groups, 0);
+        for (i, shape) in shapes.iter_mut().enumerate() {
+            let master = [MasterFormat::None, MasterFormat::F32, MasterFormat::Compact][i % 3];
+            let (elements, first) = ([5000, 256, 9001, 100, 4096][i % 5], FIRSTS[i % FIRSTS.len()]);
+            *shape = Shape { elements, weight: Dtype::Bf16, master, first, formats, shifted: i % 4 == 3, ..*shape };
+        }
+        let whole = Problem::new(rule, &scalars(&groups), &shapes, plausible);
+        let mut after = whole.clone();
+        after.step(1.0);
+        for elements in [256, 768, 4096, 4352] {
+            let device = whole.upload(on);
+            whole.launch_in_pieces(on, &device, elements);
+            after.expect(on, &device, &format!("in pieces of {elements}, {formats:?}"));
+        }
+    }
+}
+
+/// Blocks of zeros, of one number, of subnormal numbers, with infinity and NaN, and with the largest and smallest numbers
+/// there are. A block that is not finite is NaN as a whole, and those beside it are as they were.
+fn blocks_of_special_numbers_come_out_as_written(on: &Subject) {
+    let value = |segment: usize, i: usize| {
+        let [weight, grad, mean, square, largest, master] = plausible(segment, i);
+        let (block, place, sign) = (i / 256, i % 256, if i.is_multiple_of(2) { 1.0 } else { -1.0 });
+        let [grad, mean, square, largest] = match block {
+            0 => [0.0; 4],
+            1 => [-0.0 * sign, 0.0 * sign, 0.0, 0.0],
+            2 => [0.0, sign * 1e-39, 1e-39, 1e-45],
+            3 if place == 77 => [f32::INFINITY, mean, square, largest],
+            4 if place == 255 => [grad, f32::NAN, f32::NAN, f32::NAN],
+            5 if place == 0 => [grad, f32::NEG_INFINITY, square, largest],
+            6 => [0.0, sign * f32::MAX, f32::MAX / 3.0, f32::MAX],
+            // One number whose share is all, and others whose shares are nothing.
+            7 => [if place == 128 { 1e4 } else { 1e-12 }, 0.0, 0.0, 0.0],
+            8 => [0.0, sign * f32::MIN_POSITIVE, f32::MIN_POSITIVE, f32::MIN_POSITIVE],
+            // Every exponent comes up.
+            9 => {
+                let number = f32::from_bits((place as u32) << 23 & 0x7f00_0000 | 0x0055_5555);
+                [0.0, sign * number.min(1.0), number.min(1.0), number.min(1.0)]
+            }
+            _ => [grad, mean, square, largest],
+        };
+        [weight, grad, mean, square, largest, master]
+    };
+    for rule in rules() {
+        let groups = groups(rule);
+        // The last block is of one element, or of all but one.
+        for elements in [2561, 2815] {
+            let mut shapes = plain(&groups, elements);
+            for (i, shape) in shapes.iter_mut().enumerate() {
+                let master = [MasterFormat::None, MasterFormat::F32, MasterFormat::Compact][i % 3];
+                *shape = Shape { weight: Dtype::Bf16, master, shifted: i % 2 == 1, ..*shape };
+            }
+            let problem = Problem::new(rule, &scalars(&groups), &shapes, value);
+            for formats in FORMATS {
+                compare_as_it_is(on, problem.with_formats(formats), &format!("special blocks, {formats:?}"));
+            }
+        }
+    }
+}
+
+/// What is kept is what the next step begins with.
+fn steps_in_fewer_bits_stay_exact(on: &Subject) {
+    for (rule, formats) in rules().flat_map(|rule| FORMATS[1..].iter().map(move |formats| (rule, *formats))) {
+        let groups = groups(rule);
+        let mut shapes = plain(&groups, 331);
+        for (i, shape) in shapes.iter_mut().enumerate() {
+            (shape.weight, shape.master, shape.formats) = (DTYPES[i / 2 % 3], (i % 2 == 1).into(), formats);
+        }
+        let at = |step: u64| groups.iter().map(|group| Group { step, ..group.clone() }.scalars()).collect::<Vec<_>>();
+        let mut problem = Problem::new(rule, &at(1), &shapes, plausible);
+        let device = problem.upload(on);
+        for step in 1..=10 {
+            problem.scalars = at(step);
+            problem.launch(on, &device, Flags::default());
+            problem.step(1.0);
+        }
+        problem.expect(on, &device, &format!("after ten steps, {formats:?}"));
+    }
+}
+
+/// The first update from state of zeros: whatever the format, and however it is rounded, weights are those of f32 state.
+fn weights_come_from_numbers_before_they_are_narrowed(on: &Subject) {
+    for rule in rules() {
+        let groups = groups(rule);
+        let zeros = |segment: usize, i: usize| {
+            let [weight, grad, .., master] = plausible(segment, i);
+            [weight, grad, 0.0, 0.0, 0.0, master]
+        };
+        let f32s = Problem::new(rule, &scalars(&groups), &plain(&groups, 700), zeros);
+        let mut expected = f32s.clone();
+        expected.step(1.0);
+        for formats in FORMATS {
+            let mut problem = f32s.with_formats(formats);
+            let device = problem.upload(on);
+            problem.launch(on, &device, Flags::default());
+            problem.step(1.0);
+            problem.expect(on, &device, "from zeros");
+            for (segment, i) in (0..groups.len()).flat_map(|segment| (0..700).map(move |i| (segment, i))) {
+                let (found, wanted) = (problem.weight(segment, i), expected.weight(segment, i));
+                assert_eq!(found.to_bits(), wanted.to_bits(), "{rule:?}, {formats:?}: {i} of segment {segment}");
+            }
+        }
     }
 }

@@ -8,7 +8,7 @@
 
 pub(crate) mod convert;
 mod halves;
-mod packed;
+pub(crate) mod packed;
 pub(crate) mod vector;
 
 use std::ops::Range;
@@ -258,15 +258,21 @@ unsafe fn lanes<A: Arithmetic, V: Vector, const KEPT: u32, const COMPACT: bool>(
 /// # Safety
 /// As [`lanes`].
 #[inline(always)]
-unsafe fn sweep_with<A: Arithmetic, V: Vector>(rule: &Rule, segment: &Segment, range: Range<usize>, how: Sweep<'_>) {
+unsafe fn sweep_with<A: Arithmetic, V: Vector>(
+    unit: Unit,
+    rule: &Rule,
+    segment: &Segment,
+    range: Range<usize>,
+    how: Sweep<'_>,
+) {
     let on = Operands::new(segment);
     // SAFETY: as the caller promises.
     unsafe {
         match (segment.is_packed(), segment.is_compact()) {
             (false, false) => sweep_lanes::<A, V, false>(on, range, how),
             (false, true) => sweep_lanes::<A, V, true>(on, range, how),
-            (true, false) => sweep_packed::<A, V, false>(on, &Packed::of(rule, segment), range, how),
-            (true, true) => sweep_packed::<A, V, true>(on, &Packed::of(rule, segment), range, how),
+            (true, false) => sweep_packed::<A, V, false>(unit, on, &Packed::of(rule, segment), range, how),
+            (true, true) => sweep_packed::<A, V, true>(unit, on, &Packed::of(rule, segment), range, how),
         }
     }
 }
@@ -278,6 +284,7 @@ unsafe fn sweep_with<A: Arithmetic, V: Vector>(rule: &Rule, segment: &Segment, r
 /// As [`lanes`].
 #[inline(always)]
 unsafe fn sweep_packed<A: Arithmetic, V: Vector, const COMPACT: bool>(
+    unit: Unit,
     mut on: Operands,
     packed: &Packed,
     range: Range<usize>,
@@ -290,14 +297,14 @@ unsafe fn sweep_packed<A: Arithmetic, V: Vector, const COMPACT: bool>(
         let block = start..range.end.min(start + packed::BLOCK);
         // SAFETY: as the caller promises; the blocks have room for the elements of one.
         unsafe {
-            for (column, numbers) in on.state.iter_mut().zip(packed.widen(&block, &mut blocks)) {
+            for (column, numbers) in on.state.iter_mut().zip(packed.widen(unit, &block, &mut blocks)) {
                 // Elements count from the segment's begin.
                 if let Some(numbers) = numbers {
                     column.address = numbers.wrapping_sub(4 * start);
                 }
             }
             sweep_lanes::<A, V, COMPACT>(on, block.clone(), how);
-            packed.narrow(&block, &mut blocks);
+            packed.narrow(unit, &block, &blocks);
         }
         start = block.end;
     }
@@ -331,7 +338,7 @@ unsafe fn sweep_lanes<A: Arithmetic, V: Vector, const COMPACT: bool>(
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn sweep_avx2<A: Arithmetic>(rule: &Rule, segment: &Segment, range: Range<usize>, how: Sweep<'_>) {
     // SAFETY: as the caller promises.
-    unsafe { sweep_with::<A, std::arch::x86_64::__m256>(rule, segment, range, how) };
+    unsafe { sweep_with::<A, std::arch::x86_64::__m256>(Unit::Avx2, rule, segment, range, how) };
 }
 
 /// # Safety
@@ -340,7 +347,7 @@ unsafe fn sweep_avx2<A: Arithmetic>(rule: &Rule, segment: &Segment, range: Range
 #[target_feature(enable = "avx512f,avx512vl,avx512dq,avx512bw,avx2,fma,f16c")]
 unsafe fn sweep_avx512<A: Arithmetic>(rule: &Rule, segment: &Segment, range: Range<usize>, how: Sweep<'_>) {
     // SAFETY: as the caller promises.
-    unsafe { sweep_with::<A, std::arch::x86_64::__m512>(rule, segment, range, how) };
+    unsafe { sweep_with::<A, std::arch::x86_64::__m512>(Unit::Avx512, rule, segment, range, how) };
 }
 
 /// A rule's sweep over part of a segment, on one vector unit: what a rule keeps as a function.
@@ -358,7 +365,7 @@ pub(crate) unsafe fn sweep<A: Arithmetic>(
     // features.
     unsafe {
         match unit {
-            Unit::Portable => sweep_with::<A, Baseline>(rule, segment, range, how),
+            Unit::Portable => sweep_with::<A, Baseline>(unit, rule, segment, range, how),
             #[cfg(target_arch = "x86_64")]
             Unit::Avx2 => sweep_avx2::<A>(rule, segment, range, how),
             #[cfg(target_arch = "x86_64")]
@@ -482,7 +489,7 @@ mod tests {
             grad_dtype: dtypes.1,
             state: columns.map(|column| {
                 i += 1;
-                (kept & 1 << (i - 1) != 0).then_some(column)
+                (kept & 1 << (i - 1) != 0).then_some(column.into())
             }),
             master: master.map(|agree| {
                 let [agreeing, stale] = [1, 6].map(|seed| bytes(&state(seed, -1.0, 1.0)));
@@ -490,6 +497,7 @@ mod tests {
             }),
             first: 37,
             scalars: 0,
+            keys: None,
         }
     }
 
