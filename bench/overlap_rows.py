@@ -82,8 +82,16 @@ ROWS = {
     "overlap-4gib": overlapped(
         "overlapped, 256 MiB, 4 GiB resident", "backward", resident_bytes=4 * GIB, models=("3b",), goal=1.04
     ),
+    "overlap-1gib-ring": overlapped(
+        "overlapped, 1 GiB", "backward", overlap={"overlap_bytes": GIB}, models=("7b",), goal=1.15
+    ),
     "overlap-8gib": overlapped(
-        "overlapped, 256 MiB, 8 GiB resident", "backward", resident_bytes=8 * GIB, models=("7b",), goal=1.05
+        "overlapped, 1 GiB, 8 GiB resident",
+        "backward",
+        overlap={"overlap_bytes": GIB},
+        resident_bytes=8 * GIB,
+        models=("7b",),
+        goal=1.05,
     ),
     "clip": Row("clipping, plain", CLIP),
     "clip-overlap": overlapped("clipping, overlapped", "forward", **CLIP, goal=1.55),
