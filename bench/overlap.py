@@ -39,7 +39,7 @@ def parse() -> argparse.Namespace:
     """Read the options."""
     parser = argparse.ArgumentParser(description="Whole training steps with the step hidden: one table, one JSON file.")
     parser.add_argument("--device", help="cuda:0 or cpu; by default the first GPU, or the CPU where there is none")
-    parser.add_argument("--model", choices=("3b", "7b"), default="3b", help="the shape (%(default)s)")
+    parser.add_argument("--model", choices=("3b", "7b", "14b", "32b"), default="3b", help="the shape (%(default)s)")
     parser.add_argument("--small", action="store_true", help="a tiny model that also runs on the CPU, in seconds")
     parser.add_argument("--rows", help="which rows, separated by commas; by default all of the model")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each row (%(default)s)")
@@ -199,8 +199,8 @@ def reasons(row: dict[str, Any]) -> list[str]:
 
 
 PARTS = ("forward", "backward", "step")
-TIME_HEADS = ["row", "ms", "x resident", "goal", "floor ms", *PARTS, "call", "waits", *timeline.REASONS]
-SPACE_HEADS = ["row", "peak", "extra", "freed", "ring", "pinned", "set-up s", "close s", "mallocs", "accepted"]
+TIME_HEADS = ["row", "ms", "TFLOPS", "x resident", "goal", "floor ms", *PARTS, "call", "waits", *timeline.REASONS]
+SPACE_HEADS = ["row", "peak", "extra", "freed", "ring", "pinned", "host", "set-up s", "close s", "mallocs", "accepted"]
 
 
 def waits(row: dict[str, Any]) -> float | None:
@@ -216,6 +216,7 @@ def times(row: dict[str, Any]) -> list[str]:
     return [
         row["label"],
         ms(row["median_step_s"]),
+        number(row.get("model_tflops"), 0),
         number(row.get("times_resident"), 3),
         number(row.get("goal"), 2),
         ms(row.get("floor_step_s")),
@@ -236,6 +237,7 @@ def space(row: dict[str, Any]) -> list[str]:
         number(handle.get("freed_bytes"), 2, GIB),
         size(optimizer.get("device_bytes")),
         number(row["pinned_bytes"], 1, 1e9),
+        number(row.get("host_peak_bytes"), 1, 1e9),
         number(row["setup_s"], 1),
         number(row["close_s"], 1),
         str(sum(row["allocations"].values())) if row.get("allocations") else "-",
@@ -254,10 +256,12 @@ def print_report(found: dict[str, Any]) -> None:
     ran = [row for row in found["rows"] if why_not(row) is None]
     if ran:
         print(table(TIME_HEADS, [times(row) for row in ran]))
-        print("call: the host's time in step(). waits: for updates, as the handle says")
+        print("TFLOPS: 6 operations for each parameter and token. call: the host's time in step()")
+        print("waits: for updates, as the handle says")
         print("tail, wire, host: why torch's stream was idle in a profiled step\n")
         print(table(SPACE_HEADS, [space(row) for row in ran]))
-        print("GiB, pinned in GB. extra: beyond weights, gradients and activations; freed: gradients, during backward")
+        print("GiB; in GB what the optimizer has pinned, and the most memory of the host that the process had so far")
+        print("extra: beyond weights, gradients and activations; freed: gradients, during backward")
         print("mallocs: calls of torch's allocator to the driver in the timed steps")
     for check in found["checks"]:
         print(f"{check_label(check)}: {verdict(check)}")

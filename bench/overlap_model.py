@@ -36,6 +36,8 @@ class Shape:
 SHAPES = {
     "3b": Shape("Qwen2.5-3B", 151_936, 2048, 16, 2, 11_008, 36, tied=True),
     "7b": Shape("Qwen2.5-7B", 152_064, 3584, 28, 4, 18_944, 28, tied=False),
+    "14b": Shape("Qwen2.5-14B", 152_064, 5120, 40, 8, 13_824, 48, tied=False),
+    "32b": Shape("Qwen2.5-32B", 152_064, 5120, 40, 8, 27_648, 64, tied=False),
     "small": Shape("a small Qwen2", 3000, 128, 4, 2, 688, 3, tied=True, context=32),
 }
 

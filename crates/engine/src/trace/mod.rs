@@ -9,7 +9,7 @@
 //! - `write` makes the file, and `merge` one file of several ranks.
 //!
 //! [Note: what timing costs] A timed event costs a copy engine of a GPU 5 to 8 microseconds. So where copies are timed by
-//! events of a GPU, at most one copy of each lane in [`PACE_NS`] is timed, by two events: at most 2 % of the engine's
+//! events of a GPU, at most one copy of each lane in [`PACE_NS`] is timed, by two events: less than 1 % of the engine's
 //! time. The bytes of the others are added to the next span as `untimed_bytes`. Events of the CPU backend cost nothing,
 //! and every copy is timed there.
 //!
@@ -40,7 +40,7 @@ pub use write::About;
 use crate::totals::{Totals, totals};
 
 /// Between two copies of a lane that are timed by events of a GPU; see [Note: what timing costs].
-pub const PACE_NS: u64 = 800_000;
+pub const PACE_NS: u64 = 2_400_000;
 
 /// Waits below this are the cost of looking.
 const LEAST_WAIT: Duration = Duration::from_micros(10);

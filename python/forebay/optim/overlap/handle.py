@@ -108,7 +108,9 @@ def overlap_step(
     if speculate:
         check(inner)
     overlap = Overlap(inner, models, every, speculate)
-    overlap.install(max(overlap_bytes // options.chunk_bytes, options.slots))
+    # Where the host takes part, its copies would wait behind those of a larger ring.
+    slots = options.slots if options.updates_on_host else max(overlap_bytes // options.chunk_bytes, options.slots)
+    overlap.install(slots)
     return OverlappedStep(overlap)
 
 
