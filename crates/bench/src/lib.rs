@@ -30,7 +30,7 @@ mod wire;
 pub use contract::{Checked, check_contract};
 pub use cpu_adam::{CpuAdamBench, CpuAdamOptions, CpuAdamRow, bench_cpu_adam};
 pub use devices::{Link, open_device};
-pub use exactness::Exactness;
+pub use exactness::{Exactness, Kept};
 pub use models::{Model, TensorShape};
 pub use placements::{PlacementRow, Placements, PlacementsOptions, bench_placements};
 pub use probe::{CopyRate, HostRates, KernelRate, Limits, PinRate, Probe, probe};

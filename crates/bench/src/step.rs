@@ -7,7 +7,7 @@ use forebay::device::update::RULES;
 use forebay::device::{self, Backend, HostMemory, SharedDevice};
 use serde::Serialize;
 
-use crate::exactness::{Exactness, Resident, Workload, cut_check, specs};
+use crate::exactness::{Exactness, Kept, Resident, Workload, cut_check, specs};
 use crate::models::Model;
 use crate::{Progress, finish, finish_with, giga_per_s, median, wire};
 use forebay::error::{Error, Result};
@@ -31,13 +31,15 @@ pub struct StepBenchOptions {
     pub wire_bytes: u64,
     /// Whether to record a trace of one more step.
     pub trace: bool,
+    /// How the state is kept.
+    pub kept: Kept,
 }
 
 impl StepBenchOptions {
     /// The defaults for a model: a ring of 4 slots of 16 MiB, five timed steps.
     pub fn new(model: Model) -> Self {
         let PlanOptions { slot_bytes, slots, .. } = PlanOptions::default();
-        Self { model, slot_bytes, slots, steps: 5, wire_bytes: 2 << 30, trace: false }
+        Self { model, slot_bytes, slots, steps: 5, wire_bytes: 2 << 30, trace: false, kept: Kept::default() }
     }
 
     /// The defaults for a backend: a model that it steps in seconds.
@@ -51,7 +53,7 @@ impl StepBenchOptions {
     /// Synthetic shapes with this many parameters. Sizes that can never fit are refused before the shapes are made:
     /// their list alone might not fit either.
     pub fn synthetic(device: &SharedDevice, params: u64, slot_bytes: u64, slots: usize) -> Result<Self> {
-        check_fit(device, params, slot_bytes, slots)?;
+        check_fit(device, params, Kept::default(), slot_bytes, slots)?;
         Ok(Self { slot_bytes, slots, ..Self::new(Model::synthetic(params)?) })
     }
 }
@@ -69,6 +71,12 @@ pub struct StepBench {
     pub model: String,
     /// Parameters.
     pub params: u64,
+    /// The format of the moments.
+    pub state: &'static str,
+    /// The format of the masters; empty for f32 parameters, which have none.
+    pub master: &'static str,
+    /// Bytes of state for each parameter, each way.
+    pub bytes_per_param: f64,
     /// Tensors.
     pub tensors: usize,
     /// Bytes of one slot.
@@ -126,9 +134,10 @@ impl StepBench {
 }
 
 /// Refuses a model or a ring that can never fit, with all the numbers, before anything is measured.
-fn check_fit(device: &SharedDevice, params: u64, slot_bytes: u64, slots: usize) -> Result<()> {
-    let state = params.saturating_mul(8);
-    let on_device = params.saturating_mul(8).saturating_add(slot_bytes.saturating_mul(slots as u64));
+fn check_fit(device: &SharedDevice, params: u64, kept: Kept, slot_bytes: u64, slots: usize) -> Result<()> {
+    let state = (params as f64 * kept.bytes_per_element(RULES[0])) as u64;
+    let ring = slot_bytes.saturating_mul(slots as u64);
+    let on_device = params.saturating_mul(2 * kept.dtype().bytes()).saturating_add(ring);
     let (memory, host) = (device.memory()?, HostMemory::now());
     if on_device > memory.free_bytes {
         return Err(Error::Device(device::Error::OutOfDeviceMemory {
@@ -159,7 +168,8 @@ fn has_room(device: &SharedDevice, bytes: u64) -> Result<bool> {
 
 /// Times the step, and compares its result with an unstreamed one bit for bit.
 pub fn bench_step(device: &SharedDevice, options: &StepBenchOptions, progress: &mut dyn Progress) -> Result<StepBench> {
-    let StepBenchOptions { model, slot_bytes, slots, steps, wire_bytes, .. } = options;
+    let StepBenchOptions { model, slot_bytes, slots, steps, wire_bytes, kept, .. } = options;
+    let kept = *kept;
     let tensors = &model.tensors;
     if *steps == 0 {
         return Err(Error::InvalidOption {
@@ -168,14 +178,14 @@ pub fn bench_step(device: &SharedDevice, options: &StepBenchOptions, progress: &
             remedy: "time at least one step".to_owned(),
         });
     }
-    check_fit(device, model.params(), *slot_bytes, *slots)?;
+    check_fit(device, model.params(), kept, *slot_bytes, *slots)?;
     let plan_options = PlanOptions { slot_bytes: *slot_bytes, slots: *slots, ..PlanOptions::default() };
     let (rule, groups) = (RULES[0], [RULES[0].defaults.to_vec()]);
     // Before anything is measured: a plan that cannot be made is refused at once.
-    let plan = StepPlan::new(specs(rule, tensors), plan_options)?;
+    let plan = StepPlan::new(specs(rule, tensors, kept), plan_options)?;
 
     progress.begin("exactness, every tensor cut", 1);
-    let cut_exactness = cut_check(device, rule, tensors, *slots)?;
+    let cut_exactness = cut_check(device, rule, tensors, kept, *slots)?;
     progress.advance();
 
     let sizes = wire::WIRE_SIZES.len() as u64;
@@ -184,7 +194,7 @@ pub fn bench_step(device: &SharedDevice, options: &StepBenchOptions, progress: &
 
     progress.begin("set-up: parameters, gradients, pinned state", 3);
     let compute = device.stream("compute")?;
-    let workload = Workload::new(device, tensors, &compute)?;
+    let workload = Workload::new(device, tensors, kept, &compute)?;
     finish(&**device, &compute)?;
     progress.advance();
     let free = || -> Result<u64> { Ok(device.memory()?.free_bytes) };
@@ -193,11 +203,11 @@ pub fn bench_step(device: &SharedDevice, options: &StepBenchOptions, progress: &
     let streamed = Optimizer::new(device.clone(), rule, options_of_step)?;
     streamed.open_ring(None)?;
     let with_ring = free()?;
-    streamed.add(specs(rule, tensors))?;
+    streamed.add(specs(rule, tensors, kept))?;
     let driver_ring_bytes = before.saturating_sub(with_ring);
     let driver_pin_bytes = with_ring.saturating_sub(free()?);
     progress.advance();
-    let resident = if has_room(device, Resident::bytes(rule, tensors))? {
+    let resident = if has_room(device, Resident::bytes(rule, tensors, kept))? {
         Some(Resident::new(device, rule, tensors, &workload, &compute)?)
     } else {
         None
@@ -270,6 +280,9 @@ pub fn bench_step(device: &SharedDevice, options: &StepBenchOptions, progress: &
         device_model: device.info().model.clone(),
         model: model.name.clone(),
         params: model.params(),
+        state: kept.state.name(),
+        master: kept.master_name(),
+        bytes_per_param: payload as f64 / model.params() as f64,
         tensors: tensors.len(),
         chunk_bytes: *slot_bytes,
         slots: *slots,
@@ -320,6 +333,30 @@ mod tests {
         assert!(found.trace.is_some() && found.percent_of_wire > 0.0);
         let json = serde_json::to_value(&found).unwrap();
         assert!(json["median_step_s"].is_f64() && json.get("trace").is_none());
+    }
+
+    #[test]
+    fn every_format_of_state_is_exact_and_moves_its_bytes() {
+        use forebay::device::{MasterFormat, StateFormat};
+        let device = device();
+        for (state, master, bytes) in [
+            (StateFormat::F32, MasterFormat::F32, 12.0),
+            (StateFormat::F32, MasterFormat::Compact, 10.125),
+            (StateFormat::Bf16, MasterFormat::Compact, 6.125),
+            (StateFormat::Blocks, MasterFormat::Compact, 4.156),
+            (StateFormat::Blocks, MasterFormat::None, 2.031),
+        ] {
+            let mut options = StepBenchOptions::synthetic(&device, 300_000, 64 << 10, 3).unwrap();
+            (options.steps, options.wire_bytes, options.kept) = (2, 1 << 20, Kept { state, master });
+            let found = bench_step(&device, &options, &mut Silent).unwrap();
+            assert!(found.is_exact() && found.exactness.is_some(), "{state:?} {master:?}: {found:?}");
+            // Small tensors are kept in f32, and blocks are not all full.
+            assert!(
+                (found.bytes_per_param - bytes).abs() < 0.02 * bytes,
+                "{state:?} {master:?}: {}",
+                found.bytes_per_param
+            );
+        }
     }
 
     #[test]

@@ -17,11 +17,13 @@ use std::ffi::OsString;
 
 use clap::Parser as _;
 use forebay::Error;
-use forebay_bench::{Model, StepBenchOptions, bench_cpu_adam, bench_step, open_device, probe};
+use forebay::device::{MasterFormat, StateFormat};
+use forebay_bench::{Kept, Model, StepBenchOptions, bench_cpu_adam, bench_step, open_device, probe};
 use serde::Serialize;
 
 use options::{Bench, Cli, Command, CpuAdamArgs, DeviceChoice, Plan, RingArgs, StepArgs, Trace};
 use output::{Json, check_writable, emit, fail};
+use plan::MasterType;
 use progress::Bar;
 
 /// How long one rate of a simulated link is measured.
@@ -101,6 +103,14 @@ fn run_bench_step(args: &StepArgs) -> Result<u8, Failure> {
     };
     let mut options =
         StepBenchOptions { slot_bytes: chunk_bytes, slots, steps: args.steps, trace: args.trace.is_some(), ..options };
+    options.kept = Kept {
+        state: StateFormat::named(&args.state)?,
+        master: match args.master {
+            None => MasterFormat::None,
+            Some(MasterType::F32) => MasterFormat::F32,
+            Some(MasterType::Compact) => MasterFormat::Compact,
+        },
+    };
     if let Some(gbps) = args.device.link_gbps {
         // A simulated link has its rate from the first byte, so a short measurement is enough.
         options.wire_bytes = options.wire_bytes.min((gbps * 1e9 * LINK_SECONDS).max(1.0) as u64);

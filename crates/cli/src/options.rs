@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::builder::PossibleValuesParser;
 use clap::{Args, Parser, Subcommand};
+use forebay::device::StateFormat;
 use forebay_bench::{CpuAdamOptions, Link, Model};
 
 use crate::output::Json;
@@ -174,6 +175,12 @@ pub(crate) struct StepArgs {
     pub(crate) params: Option<u64>,
     #[command(flatten)]
     pub(crate) ring: RingArgs,
+    /// The format of the moments
+    #[arg(long, value_parser = PossibleValuesParser::new(StateFormat::ALL.map(StateFormat::name)), default_value = "f32")]
+    pub(crate) state: String,
+    /// Give bf16 parameters with masters in this format; without it parameters are f32
+    #[arg(long, value_enum)]
+    pub(crate) master: Option<MasterType>,
     /// Steps to time, after one to warm up
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..))]
     pub(crate) steps: u64,

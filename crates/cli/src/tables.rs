@@ -132,6 +132,15 @@ fn exactness(result: &Exactness) -> String {
     )
 }
 
+/// How state is kept.
+fn state(bench: &StepBench) -> String {
+    let masters = match bench.master {
+        "" => "no masters".to_owned(),
+        format => format!("{format} masters"),
+    };
+    format!("{} moments, {masters}: {:.2} bytes for each parameter, each way", bench.state, bench.bytes_per_param)
+}
+
 pub(crate) fn step(bench: &StepBench) -> String {
     let mut text = format!(
         "streamed step on {} ({}), forebay {}\n{}: {:.3}e9 parameters in {} tensors\n\n",
@@ -156,6 +165,7 @@ pub(crate) fn step(bench: &StepBench) -> String {
                 ),
             ),
             ("rate", format!("{:.3} Gparam/s", bench.gparam_per_s)),
+            ("state", state(bench)),
             ("each way", format!("{:.2} GB/s", bench.gbps_each_way)),
             ("wire, same run", format!("{:.2} GB/s each way", bench.wire_gbps)),
             ("of the wire", format!("{:.1} %", bench.percent_of_wire)),
