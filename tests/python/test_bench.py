@@ -66,6 +66,15 @@ def test_a_streamed_row_is_set_against_the_wire(bench, name: str) -> None:
     assert 0 < row["median_host_s"] <= row["median_call_s"]
 
 
+@pytest.mark.parametrize(("name", "bytes_each"), [("forebay-bf16-state", 6.125), ("forebay-8bit", 4.156)])
+def test_reduced_state_moves_fewer_bytes(bench, name: str, bytes_each: float) -> None:
+    row = next(row for row in bench[1]["rows"] if row["name"] == name)
+    assert row["payload_bytes"] == row["last_step"]["fetch_bytes"]
+    # Tensors of less than a block keep f32.
+    assert row["payload_bytes"] / row["params"] == pytest.approx(bytes_each, rel=0.01)
+    assert row["floor_step_s"] == pytest.approx(row["payload_bytes"] / 5e9)
+
+
 def test_exactness_is_part_of_it(bench) -> None:
     exactness = bench[1]["exactness"]
     assert exactness["exact"] is True
