@@ -356,3 +356,112 @@ impl Device for TorchDevice {
         to.write(self.info.id, from)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicUsize;
+
+    use super::*;
+    use crate::kernel::Dtype;
+    use crate::update::{BLOCK, MAX_COLUMNS, Master, Moment, Rule, Update};
+
+    /// A device that has memory and counts launches.
+    #[derive(Default)]
+    struct Counting {
+        launches: AtomicUsize,
+    }
+
+    impl Driver for Counting {
+        fn names(&self) -> (String, String) {
+            ("counting:0".to_owned(), "counting".to_owned())
+        }
+        fn pinning(&self) -> Pinning {
+            Pinning::Missing
+        }
+        fn memory(&self) -> Result<(u64, u64)> {
+            Ok((1 << 20, 1 << 20))
+        }
+        fn alloc(&self, bytes: u64) -> Result<Block> {
+            let memory = vec![0u64; bytes.div_ceil(8) as usize];
+            Ok(Block { addr: memory.as_ptr().expose_provenance(), handle: Arc::new(memory) })
+        }
+        fn pin(&self, bytes: u64) -> Result<Block> {
+            self.alloc(bytes)
+        }
+        fn register(&self, _: usize, _: u64) -> Result<()> {
+            Ok(())
+        }
+        fn unregister(&self, _: usize) {}
+        fn free(&self, _: Option<Handle>) {}
+        fn stream(&self, _: &str) -> Result<Handle> {
+            Ok(Arc::new(()))
+        }
+        fn borrow_stream(&self, _: usize) -> Result<Handle> {
+            Ok(Arc::new(()))
+        }
+        fn event(&self, _: bool) -> Result<Handle> {
+            Ok(Arc::new(()))
+        }
+        fn record(&self, _: &Handle, _: &Handle) -> Result<()> {
+            Ok(())
+        }
+        fn wait(&self, _: &Handle, _: &Handle) -> Result<()> {
+            Ok(())
+        }
+        fn query(&self, _: &Handle) -> Result<bool> {
+            Ok(true)
+        }
+        fn synchronize(&self, _: &Handle) -> Result<()> {
+            Ok(())
+        }
+        fn elapsed_ns(&self, _: &Handle, _: &Handle) -> Result<u64> {
+            Ok(0)
+        }
+        fn copy(&self, _: &Handle, _: &[(Region, Region)]) -> Result<()> {
+            Ok(())
+        }
+        fn launch(&self, _: &Handle, _: &Kernel<'_>) -> Result<()> {
+            self.launches.fetch_add(1, Relaxed);
+            Ok(())
+        }
+    }
+
+    /// Torch's operations know f32 alone; the driver never sees what it could not do.
+    #[test]
+    fn formats_that_torch_has_no_operations_for_are_refused() {
+        let driver = Arc::new(Counting::default());
+        let device = TorchDevice::new(driver.clone());
+        let (stream, n) = (device.stream("update").unwrap(), u64::from(BLOCK));
+        let take = |bytes: u64| device.alloc(bytes).unwrap().all();
+        let rule = Rule::named("sgd").unwrap();
+        let scalars = [rule.at_step(rule.defaults, 1, n)];
+        let launch = |moment: Moment, master: Option<Master>| {
+            let mut state = [const { None }; MAX_COLUMNS];
+            state[0] = Some(moment);
+            let segment = Segment {
+                weight: take(2 * n),
+                weight_dtype: Dtype::Bf16,
+                grad: take(4 * n),
+                grad_dtype: Dtype::F32,
+                state,
+                master,
+                first: 0,
+                scalars: 0,
+                keys: None,
+            };
+            device.launch(&stream, &Kernel::Update(Update::new(rule, &[segment], &scalars)))
+        };
+        let refused = |outcome: Result<()>, says: &str| {
+            let reason = outcome.unwrap_err().to_string();
+            assert!(reason.contains(says), "{reason}");
+        };
+        launch(take(4 * n).into(), Some(Master::F32(take(4 * n)))).unwrap();
+        assert_eq!(driver.launches.load(Relaxed), 1);
+        let says = "state in fewer bits on a device of torch's; use f32";
+        refused(launch(Moment::Bf16(take(2 * n)), None), says);
+        refused(launch(Moment::Blocks { codes: take(n), scales: take(4) }, None), says);
+        let compact = Master::Compact { low: take(2 * n), carry: take(n / 8) };
+        refused(launch(take(4 * n).into(), Some(compact)), "compact masters on a device of torch's; use f32 masters");
+        assert_eq!(driver.launches.load(Relaxed), 1);
+    }
+}

@@ -17,9 +17,11 @@
 
 use std::ops::Range;
 
+use super::shares::{check, elements, in_shares};
 use super::{Column, Stored};
 use crate::cpu::update::convert::{bf16_to_f32, f32_to_bf16};
 use crate::error::{Error, Result};
+use crate::kernel::Dtype;
 use crate::memory::Region;
 
 /// The f32 master of a half-precision parameter. Any rule may have it, after its own columns.
@@ -128,9 +130,6 @@ pub fn split(master: f32) -> (u16, bool) {
     (bits as u16, f32_to_bf16(master) != (bits >> 16) as u16)
 }
 
-/// Elements that one thread converts.
-const SHARE_ELEMENTS: usize = 4 << 20;
-
 /// The operands of a conversion, all of them host memory that nobody else writes.
 #[derive(Clone, Copy)]
 struct Pairs<'a> {
@@ -183,61 +182,30 @@ fn bytes_of(range: &Range<usize>) -> Range<usize> {
     range.start / 8..range.end.div_ceil(8)
 }
 
-/// Elements of a region.
-///
-/// # Safety
-/// The region must be live host memory that is aligned for `T` and has these elements, `T` must be valid for every bit
-/// pattern, and no other slice over any of them may be alive unless all of them are only read.
-unsafe fn elements<'a, T>(region: &Region, range: &Range<usize>) -> &'a mut [T] {
-    if range.is_empty() {
-        return &mut [];
-    }
-    // SAFETY: as the caller promises.
-    unsafe { std::slice::from_raw_parts_mut((region.addr() as *mut T).add(range.start), range.len()) }
-}
-
 impl Pairs<'_> {
-    fn check(&self) -> Result<usize> {
-        let refuse = |reason: String| Err(Error::BadOperands { operation: "convert masters", reason });
-        let elements = self.masters.bytes() / 4;
-        let all = [
-            (Some(self.masters), MASTER.bytes(elements), 4),
-            (self.weights, 2 * elements, 2),
-            (Some(self.low), MASTER_LOW.bytes(elements), 2),
-            (Some(self.carry), MASTER_CARRY.bytes(elements), 1),
-        ];
-        let all: Vec<_> = all.into_iter().filter_map(|(region, bytes, align)| Some((region?, bytes, align))).collect();
-        for (i, (region, bytes, align)) in all.iter().enumerate() {
-            if !region.place().is_host() || region.bytes() != *bytes || !region.addr().is_multiple_of(*align) {
-                return refuse(format!("{region:?} is not aligned host memory of {bytes} bytes"));
-            }
-            if let Some((other, ..)) = all.iter().skip(i + 1).find(|(other, ..)| region.overlaps(other)) {
-                return refuse(format!("{region:?} overlaps {other:?}"));
-            }
-        }
-        Ok(elements as usize)
-    }
-
     /// Converts ranges of the elements, on several threads where there are many. Ranges begin at multiples of a byte of
     /// carries.
     fn convert(&self, each: impl Fn(Range<usize>) + Sync) -> Result<()> {
-        let elements = self.check()?;
-        let shares = elements.div_ceil(SHARE_ELEMENTS).clamp(1, crate::cpu::threads());
-        let share = elements.div_ceil(shares).next_multiple_of(CARRIES as usize);
-        let range = |i: usize| (i * share).min(elements)..((i + 1) * share).min(elements);
-        std::thread::scope(|scope| {
-            (1..shares).for_each(|i| {
-                let each = &each;
-                scope.spawn(move || each(range(i)));
-            });
-            each(range(0));
-        });
+        let elements = self.masters.bytes() / 4;
+        let operands = [
+            (Some(self.masters), &MASTER),
+            (self.weights, &WEIGHT),
+            (Some(self.low), &MASTER_LOW),
+            (Some(self.carry), &MASTER_CARRY),
+        ];
+        let operands = operands.into_iter().filter_map(|(region, column)| Some((region?, *column)));
+        check("convert masters", elements, &operands.collect::<Vec<_>>())?;
+        in_shares(elements as usize, CARRIES as usize, each);
         Ok(())
     }
 }
 
+/// A bf16 weight, as if it were a column.
+const WEIGHT: Column = Column { stored: Stored::Number(Dtype::Bf16), ..Column::f32("weight") };
+
 #[cfg(test)]
 mod tests {
+    use super::super::shares::SHARE_ELEMENTS;
     use super::*;
     use crate::memory::Buffer;
 

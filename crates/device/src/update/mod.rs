@@ -22,6 +22,7 @@ pub mod format;
 mod lion;
 pub mod master;
 mod sgd;
+mod shares;
 
 use std::fmt;
 use std::ops::Range;

@@ -17,6 +17,7 @@ forebay_device::on_devices! {
         updates_refuse_flags_that_do_not_fit,
         updates_refuse_operands_that_do_not_fit,
         updates_refuse_compact_masters_that_do_not_fit,
+        updates_refuse_state_in_fewer_bits_that_does_not_fit,
         updates_refuse_columns_by_name,
         a_refused_launch_changes_nothing;
 }
@@ -299,6 +300,79 @@ fn updates_refuse_compact_masters_that_do_not_fit(on: &Subject) {
         assert!(reason.contains("cannot be trusted without their weights"), "{reason}");
         on.launch(&stream, &Kernel::Update(update)).unwrap();
         on.finish(&stream).unwrap();
+    }
+}
+
+fn updates_refuse_state_in_fewer_bits_that_does_not_fit(on: &Subject) {
+    let (spare, host) = (on.upload(&[0; 256]), on.pinned(16));
+    let at = |offset, len| spare.region(offset, len).unwrap();
+    let blocks = |codes, scales| Some(Moment::Blocks { codes, scales });
+    for rule in rules() {
+        for (i, column) in rule.columns.iter().enumerate() {
+            let (name, scale) = (column.name, column.scale);
+            type Change<'a> = &'a dyn Fn(&mut Segment);
+            let changes: [(&str, String, Change<'_>); 14] = [
+                ("bf16 of another size", format!("{name} has 16 bytes where 4 elements need 8"), &|s| {
+                    s.state[i] = Some(Moment::Bf16(at(0, 16)));
+                }),
+                ("bf16 at half its type", format!("{name} at 0x"), &|s| s.state[i] = Some(Moment::Bf16(at(1, 8)))),
+                ("bf16 on the host", "is not device memory".to_owned(), &|s| {
+                    s.state[i] = Some(Moment::Bf16(host.slice(0, 8).unwrap()));
+                }),
+                ("bf16 over the gradient", format!("{name} overlaps grad"), &|s| {
+                    s.state[i] = Some(Moment::Bf16(s.grad.slice(8, 8).unwrap()));
+                }),
+                ("too few codes", format!("{name} has 3 bytes where 4 elements need 4"), &|s| {
+                    s.state[i] = blocks(at(0, 3), at(8, 4));
+                }),
+                ("codes as if they were f32", format!("{name} has 16 bytes where 4 elements need 4"), &|s| {
+                    s.state[i] = blocks(at(0, 16), at(16, 4));
+                }),
+                ("a scale too many", format!("{scale} has 8 bytes where 4 elements need 4"), &|s| {
+                    s.state[i] = blocks(at(0, 4), at(8, 8));
+                }),
+                ("no scale", format!("{scale} has 0 bytes where 4 elements need 4"), &|s| {
+                    s.state[i] = blocks(at(0, 4), at(8, 0));
+                }),
+                ("a scale at half its type", format!("{scale} at 0x"), &|s| s.state[i] = blocks(at(0, 4), at(10, 4))),
+                ("a scale over the codes", format!("{name} overlaps {scale}"), &|s| {
+                    s.state[i] = blocks(at(2, 4), at(4, 4));
+                }),
+                ("a scale over the weight", format!("{scale} overlaps weight"), &|s| {
+                    (s.state[i], s.weight) = (blocks(at(0, 4), at(8, 4)), at(10, 8));
+                }),
+                ("codes over the gradient", format!("{name} overlaps grad"), &|s| {
+                    s.state[i] = blocks(s.grad.slice(15, 1).unwrap(), at(8, 4));
+                    (s.weight, s.grad) = (at(32, 2), s.grad.slice(12, 4).unwrap());
+                    (s.master, s.state[(i + 1) % MAX_COLUMNS], s.state[(i + 2) % MAX_COLUMNS]) = (None, None, None);
+                    for (column, other) in s.state.iter_mut().enumerate().take(rule.columns.len()) {
+                        other.get_or_insert_with(|| at(64 + 4 * column as u64, 4).into());
+                    }
+                }),
+                ("codes on the host", "is not device memory".to_owned(), &|s| {
+                    s.state[i] = blocks(host.slice(0, 4).unwrap(), at(8, 4));
+                }),
+                ("scales on the host", "is not device memory".to_owned(), &|s| {
+                    s.state[i] = blocks(at(0, 4), host.slice(0, 4).unwrap());
+                }),
+            ];
+            for (what, says, change) in changes {
+                let reason = refused_segment(on, rule, what, change);
+                assert!(reason.contains(&says), "{rule:?}, {what}: {reason:?} does not say {says:?}");
+            }
+            // Codes at any address.
+            let mut segments = [fitting(on, rule)];
+            segments[0].state[i] = blocks(at(1, 4), at(8, 4));
+            let (scalars, stream) = (two_sets(rule), on.stream("fits").unwrap());
+            on.launch(&stream, &Kernel::Update(Update::new(rule, &segments, &scalars))).unwrap();
+            on.finish(&stream).unwrap();
+        }
+        for (i, extra) in (rule.columns.len()..MAX_COLUMNS).flat_map(|i| [(i, at(0, 4)), (i, at(4, 4))]) {
+            let names = rule.columns.iter().map(|column| column.name).collect::<Vec<_>>().join(", ");
+            let reason =
+                refused_segment(on, rule, "a column too many", |s| s.state[i] = blocks(extra.clone(), at(8, 4)));
+            assert!(reason.contains(&format!("is column {i} of its state, which is {names}")), "{reason}");
+        }
     }
 }
 

@@ -453,7 +453,7 @@ mod tests {
     use super::*;
     use crate::kernel::uniform_element;
     use crate::memory::Buffer;
-    use crate::update::RULES;
+    use crate::update::{RULES, StateFormat};
 
     /// A buffer with these bytes.
     fn buffer(bytes: &[u8]) -> Region {
@@ -627,6 +627,64 @@ mod tests {
                 segment.master = Some(Master::F32(masters(&segment)));
                 let found: Vec<Vec<u8>> = segment.operands().map(|(region, _)| bytes(region)).collect();
                 assert!(found == expected, "{unit:?} {:?} {:?} {cuts:?}", case.rule, case.hypers);
+            }
+        }
+    }
+
+    /// Columns in fewer bits have the same bits on every vector unit, however a segment is cut where its blocks are.
+    #[test]
+    fn columns_in_fewer_bits_have_the_scalar_bits() {
+        let n = 1553;
+        let formats = {
+            use StateFormat::{Bf16, Blocks, F32};
+            [[Blocks; 3], [Bf16; 3], [Blocks, Bf16, Blocks], [Bf16, F32, Blocks]]
+        };
+        for (i, case) in cases().iter().enumerate() {
+            let kept = (case.rule.keeps)(&case.hypers);
+            for (turn, formats) in formats.iter().enumerate().filter(|_| kept != 0) {
+                let made = || {
+                    let dtypes = (Dtype::Bf16, [Dtype::F32, Dtype::Bf16, Dtype::F16][(i + turn) % 3]);
+                    let mut segment = segment(n, dtypes, kept, [None, Some(n / 2)][i % 2]);
+                    if (i + turn) % 3 == 0 {
+                        let pattern =
+                            |seed: u64, i: usize| (uniform_element(seed, i as u64, 0.0, 1.0) * 65536.0) as u16;
+                        let low: Vec<u8> = (0..n).flat_map(|i| pattern(8, i).to_le_bytes()).collect();
+                        let carry: Vec<u8> = (0..n.div_ceil(8)).map(|i| pattern(9, i) as u8).collect();
+                        segment.master = Some(Master::Compact { low: buffer(&low), carry: buffer(&carry) });
+                    }
+                    for (column, format) in formats.iter().enumerate().filter(|(column, _)| kept & 1 << column != 0) {
+                        let seed = 20 + column as u64;
+                        segment.state[column] = Some(match format {
+                            StateFormat::F32 => numbers(n, seed, 0.0, 0.1, Dtype::F32).into(),
+                            StateFormat::Bf16 => Moment::Bf16(numbers(n, seed, 0.0, 0.1, Dtype::Bf16)),
+                            StateFormat::Blocks => Moment::Blocks {
+                                codes: buffer(
+                                    &(0..n as u64)
+                                        .map(|i| uniform_element(seed, i, 0.0, 256.0) as u8)
+                                        .collect::<Vec<_>>(),
+                                ),
+                                scales: numbers(n.div_ceil(256), seed, 0.01, 0.1, Dtype::F32),
+                            },
+                        });
+                    }
+                    segment.keys = ((i + turn) % 2 == 0).then_some([5, 6, 7]);
+                    segment
+                };
+                let scalars = case.rule.at_step(&case.hypers, case.step, case.elements);
+                let swept = |unit: Unit, cuts: &[usize]| {
+                    let (segment, how) = (made(), Sweep { scale: 0.37, scalars: &scalars, trust_master: false });
+                    for ends in cuts.windows(2) {
+                        // SAFETY: fresh memory of the test's own, and the ranges lie inside it and begin with a block.
+                        unsafe { unit.sweep(case.rule, &segment, ends[0]..ends[1], how) };
+                    }
+                    segment.operands().map(|(region, _)| bytes(region)).collect::<Vec<_>>()
+                };
+                let reference = swept(Unit::Portable, &[0, n]);
+                for unit in Unit::available() {
+                    for cuts in [&[0, n][..], &[0, 256, 1024, 1280, n]] {
+                        assert!(swept(unit, cuts) == reference, "{unit:?} {:?} {formats:?} {cuts:?}", case.rule);
+                    }
+                }
             }
         }
     }
