@@ -179,7 +179,8 @@ pub fn bench_step(device: &SharedDevice, options: &StepBenchOptions, progress: &
         });
     }
     check_fit(device, model.params(), kept, *slot_bytes, *slots)?;
-    let plan_options = PlanOptions { slot_bytes: *slot_bytes, slots: *slots, ..PlanOptions::default() };
+    let plan_options =
+        PlanOptions { slot_bytes: *slot_bytes, slots: *slots, on_host_too: false, ..PlanOptions::default() };
     let (rule, groups) = (RULES[0], [RULES[0].defaults.to_vec()]);
     // Before anything is measured: a plan that cannot be made is refused at once.
     let plan = StepPlan::new(specs(rule, tensors, kept), plan_options)?;

@@ -126,7 +126,7 @@ fn plan(args: &PlanStepArgs) -> Result<Planned, Failure> {
         on_host: false,
         number,
     });
-    let options = PlanOptions { slot_bytes: chunk_bytes, slots, ..PlanOptions::default() };
+    let options = PlanOptions { slot_bytes: chunk_bytes, slots, on_host_too: false, ..PlanOptions::default() };
     let plan = StepPlan::new(tensors.collect(), options)?;
     let payload_bytes = plan.payload_bytes();
     Ok(Planned {

@@ -15,7 +15,6 @@
 //! record of a thread lies at the end of the thread's stack, and the child reuses or unmaps the stacks of missing
 //! threads. Joining or detaching such a thread reads freed memory, so [`ThreadHandle`] forgets it instead.
 
-use std::cell::Cell;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::thread::{Builder, JoinHandle, Scope, ScopedJoinHandle};
 
@@ -79,31 +78,15 @@ impl Cores {
         Builder::new().name(name.to_owned()).spawn_scoped(scope, begin).map_err(refused)
     }
 
-    /// Sets the cores, the rounding and the manner of waiting of a fresh worker thread.
+    /// Sets the cores and the rounding of a fresh worker thread.
     fn settle_in(&self) {
         round_as_written();
-        IS_WORKER.set(true);
-        // SAFETY: two numbers, about the calling thread alone. Where it is refused, naps are longer by some 50 us.
-        unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, TIMER_SLACK_NS) };
         if let Some(set) = &self.set {
             // SAFETY: a complete set that lives through the call. Refused where those cores have gone meanwhile; the
             // thread then runs where its starter does.
             unsafe { libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), set) };
         }
     }
-}
-
-thread_local! {
-    static IS_WORKER: Cell<bool> = const { Cell::new(false) };
-}
-
-/// How much later than asked the system may wake a worker thread from a nap.
-const TIMER_SLACK_NS: libc::c_ulong = 1000;
-
-/// Whether this thread is a worker of forebay's. Such a thread naps between two looks at an event: see [Note: looking
-/// without a pause] in `cuda/mod.rs`.
-pub(crate) fn is_worker() -> bool {
-    IS_WORKER.get()
 }
 
 /// A thread that can be waited for. Dropping the handle lets the thread run on.
@@ -303,14 +286,6 @@ mod tests {
         assert_eq!(seen, (cores_of(&one), 1));
         assert_eq!(Cores::here().count(), std::thread::available_parallelism().unwrap().get());
         assert_eq!(cores_of(&own_set().unwrap()), cores_of(&all), "the calling thread stays where it was");
-    }
-
-    #[test]
-    fn worker_threads_know_that_they_are() {
-        let found =
-            std::thread::scope(|scope| Cores::here().spawn_scoped(scope, "worker", is_worker).unwrap().join().unwrap());
-        assert!(found && !is_worker());
-        assert!(!std::thread::spawn(is_worker).join().unwrap(), "a thread of somebody else's");
     }
 
     #[test]

@@ -23,7 +23,6 @@ use crate::ledger::Ledger;
 use crate::memory::{Buffer, DeviceId, Place, Region, Slab, SlabLayout};
 use crate::pinned::{HostMapping, PinStats};
 use crate::stream::{Event, EventKind, Stream, StreamKind};
-use crate::thread::is_worker;
 use crate::update::Rule;
 use driver::{Context, check};
 use handles::{CudaEvent, CudaMemory, CudaStream, Registration};
@@ -42,6 +41,8 @@ pub fn ptx_version() -> String {
 
 /// How long a waiting thread yields between looks before it starts to nap.
 const YIELD: Duration = Duration::from_millis(2);
+/// How long it looks away meanwhile: see [Note: looking without a pause].
+const PAUSE: Duration = Duration::from_micros(20);
 /// How long it naps between looks; the system adds about 50 microseconds.
 const NAP: Duration = Duration::from_micros(20);
 
@@ -207,19 +208,21 @@ impl Device for CudaDevice {
 
     /// Polls, because both of the driver's own ways cost more: it spins on a core that others may need, or it makes every
     /// recording of the event raise an interrupt, which holds up the copy engine. A chunk is waited for less than a
-    /// millisecond; for so long the caller's thread offers its core to others and looks again, since a sleeping core may
-    /// take longer to wake than a slot can wait. After that it naps, and worker threads do so at once.
+    /// millisecond; for so long the thread offers its core to others and looks again, since a sleeping core may take longer
+    /// to wake than a slot can wait. After that it naps.
     ///
     /// [Note: looking without a pause] A look takes a lock of the driver. A thread that looks without a pause has that lock
     /// most of the time, and whoever launches a kernel may not get it until the looking ends: with a thread that waited so
-    /// for slot after slot, torch's thread stood in one launch for 0.8 s of a step of 2.5 s, and the GPU ran dry. So worker
-    /// threads, beside which others launch, nap from the beginning. Callers' threads have nobody beside them that launches
-    /// for them.
+    /// for slot after slot, torch's thread stood in one launch for 0.8 s of a step of 2.5 s, and the GPU ran dry. So
+    /// between two looks the thread does nothing that concerns the driver.
     fn synchronize(&self, event: &Event) -> Result<()> {
         let start = Instant::now();
         while !self.query(event)? {
-            if !is_worker() && start.elapsed() < YIELD {
-                std::thread::yield_now();
+            let looked = Instant::now();
+            if looked - start < YIELD {
+                while looked.elapsed() < PAUSE {
+                    std::thread::yield_now();
+                }
             } else {
                 std::thread::sleep(NAP);
             }

@@ -39,6 +39,11 @@ impl<T> InFlight<T> {
         Ok(self.value)
     }
 
+    /// The end of its use.
+    pub(crate) fn end(&self) -> Option<&Arc<Mark>> {
+        self.end.as_ref()
+    }
+
     /// Both, for a holder that keeps them together.
     pub(crate) fn into_parts(self) -> (T, Option<Arc<Mark>>) {
         (self.value, self.end)

@@ -274,7 +274,12 @@ impl Pipeline {
         &self.core.store
     }
 
-    /// Slots in the ring; all of them while no user has a run.
+    /// Slots in the ring.
+    pub(crate) fn slots(&self) -> usize {
+        self.core.slots.len()
+    }
+
+    /// Slots that nobody has; all of them while no user has a run.
     pub fn idle_slots(&self) -> usize {
         self.core.ring.idle()
     }

@@ -358,7 +358,8 @@ impl Optimizer {
 
     fn add_table(&self, tensors: Vec<TensorSpec>, resident: bool) -> Result<usize> {
         let mut inner = self.open()?;
-        let plan = StepPlan::new(tensors, self.options.plan)?;
+        let on_host_too = self.options.placement.host_share().is_some();
+        let plan = StepPlan::new(tensors, PlanOptions { on_host_too, ..self.options.plan })?;
         made_once(&mut inner.powers, || Powers::of(&self.device))?;
         let table = if resident {
             StateTable::resident(self.device.clone(), self.rule, Arc::new(plan))?

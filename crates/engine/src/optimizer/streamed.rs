@@ -1,11 +1,13 @@
 //! The inner loop: state streams from the host through the ring and back, a chunk at a time.
 
+use std::sync::Arc;
+
 use forebay_device::{Region, Stream};
 
 use super::segments::{Operand, Segments, StepInputs, TableStep, Work};
 use super::sides::Side;
 use crate::error::Result;
-use crate::flow::Pipeline;
+use crate::flow::{Mark, Pipeline};
 use crate::plan::Chunk;
 use crate::trace::{self, Kind, Label, Span};
 
@@ -40,10 +42,10 @@ pub(super) fn run_chunk(
     inputs: &StepInputs,
     compute: &Stream,
 ) -> Result<()> {
-    run_chunk_on(pipeline, step, index, inputs, compute, Way::default())
+    run_chunk_on(pipeline, step, index, inputs, compute, Way::default()).map(drop)
 }
 
-/// The same on a way.
+/// The same on a way. Returns the end of its fetch, if it has one.
 pub(super) fn run_chunk_on(
     pipeline: &Pipeline,
     step: TableStep<'_>,
@@ -51,10 +53,10 @@ pub(super) fn run_chunk_on(
     inputs: &StepInputs,
     compute: &Stream,
     way: Way<'_>,
-) -> Result<()> {
+) -> Result<Option<Arc<Mark>>> {
     let chunk = &step.plan().chunks()[index];
     if !step.has_work(chunk) && !matches!(way.work, Work::Carry) {
-        return Ok(());
+        return Ok(None);
     }
     let (device, rule) = (&**pipeline.device(), step.table.rule());
     let launch = |segments: &Segments| inputs.launch_work(device, compute, rule, segments, way.work);
@@ -66,22 +68,23 @@ pub(super) fn run_chunk_on(
         if let Some(traced) = traced {
             traced.end(compute, in_place(0, pipeline.owner()));
         }
-        return Ok(());
+        return Ok(None);
     }
     let (slot, prepared) = pipeline.acquire_while(|memory| -> Result<_> {
         Ok((ChunkCopies::new(step, chunk, way)?, segments(step, chunk, Some(memory))?))
     })?;
     let (ChunkCopies { fetch, store }, segments) = prepared?;
     let slot = pipeline.fetch(slot, &fetch.host, &fetch.slot)?;
+    let fetched = slot.end().cloned();
     let slot = pipeline.update(slot, compute, |_, _| launch(&segments))?;
     if way.to.is_none() {
         pipeline.release(slot);
-        return Ok(());
+        return Ok(fetched);
     }
     step.table.protect(&store.host);
     let slot = pipeline.store(slot, &store.slot, &store.host, index, step.payload_bytes(chunk))?;
     pipeline.release(slot);
-    Ok(())
+    Ok(fetched)
 }
 
 /// What a trace shows of an update of state that stays where it is.

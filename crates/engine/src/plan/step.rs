@@ -54,11 +54,14 @@ pub struct PlanOptions {
     pub slots: usize,
     /// Largest arena; a larger bucket is divided between tensors. Arenas must fit one registration.
     pub arena_limit_bytes: u64,
+    /// Whether chunks may be updated on the host. A slot of the host's ring, which has the same size, then holds the
+    /// parameters and gradients of a chunk; few columns leave room in the device's.
+    pub on_host_too: bool,
 }
 
 impl Default for PlanOptions {
     fn default() -> Self {
-        Self { slot_bytes: 16 << 20, slots: 4, arena_limit_bytes: PIECE_BYTES }
+        Self { slot_bytes: 16 << 20, slots: 4, arena_limit_bytes: PIECE_BYTES, on_host_too: true }
     }
 }
 
@@ -184,21 +187,26 @@ impl Bucket {
         self.part_offsets(elements).last().copied().unwrap_or(0)
     }
 
-    /// Bytes of a slot that so many times [`align_elements`] need. A slot holds the columns and operands of a chunk, and a
-    /// slot of the host's ring, which has the same size, holds its parameters and gradients: few columns leave room in the
-    /// first.
-    fn units_bytes(&self, units: u64) -> u64 {
+    /// Bytes of a slot that so many times [`align_elements`] need: a slot holds the columns and operands of a chunk.
+    fn units_bytes(&self, units: u64, on_host_too: bool) -> u64 {
         let elements = units * align_elements(&self.columns);
-        self.slot_bytes(elements).max(elements * HOST_OPERANDS * OPERAND_BYTES)
+        self.slot_bytes(elements).max(Self::least_bytes(elements, on_host_too))
+    }
+
+    /// Bytes that a slot has for this many elements in any case: what the host's ring needs for them; or those of an f32,
+    /// so that chunks with little state are not many times larger than others.
+    fn least_bytes(elements: u64, on_host_too: bool) -> u64 {
+        elements * OPERAND_BYTES * if on_host_too { HOST_OPERANDS } else { 1 }
     }
 
     /// The most elements that a chunk may have.
-    fn chunk_elements(&self, slot_bytes: u64) -> u64 {
-        let align = align_elements(&self.columns);
+    fn chunk_elements(&self, options: &PlanOptions) -> u64 {
+        let (align, slot_bytes) = (align_elements(&self.columns), options.slot_bytes);
         // Without what aligns the parts, which is some 100 bytes for each: the number of tries is small.
         let packed = state_bytes(&self.columns, align) + self.operands() * align * OPERAND_BYTES;
-        let most = slot_bytes / packed.max(align * HOST_OPERANDS * OPERAND_BYTES);
-        (0..=most).rev().find(|&units| self.units_bytes(units) <= slot_bytes).unwrap_or(0) * align
+        let most = slot_bytes / packed.max(Self::least_bytes(align, options.on_host_too));
+        let fits = |&units: &u64| self.units_bytes(units, options.on_host_too) <= slot_bytes;
+        (0..=most).rev().find(fits).unwrap_or(0) * align
     }
 }
 
@@ -279,7 +287,7 @@ impl StepPlan {
 
     fn cut_bucket(&mut self, bucket: usize) -> Result<()> {
         let bucket_plan = &self.buckets[bucket];
-        let (capacity, total) = (bucket_plan.chunk_elements(self.options.slot_bytes), bucket_plan.elements);
+        let (capacity, total) = (bucket_plan.chunk_elements(&self.options), bucket_plan.elements);
         if capacity == 0 {
             return Err(Error::InvalidOption {
                 option: "chunk_bytes",
@@ -287,7 +295,7 @@ impl StepPlan {
                 remedy: format!(
                     "{} values for each element need at least {}",
                     (bucket_plan.columns.len() as u64 + bucket_plan.operands()).max(HOST_OPERANDS),
-                    bucket_plan.units_bytes(1)
+                    bucket_plan.units_bytes(1, self.options.on_host_too)
                 ),
             });
         }

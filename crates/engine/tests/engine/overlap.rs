@@ -20,6 +20,7 @@ forebay_device::on_devices! {
         updates_wait_for_the_work_that_makes_gradients,
         a_gradient_that_is_not_final_holds_up_no_other,
         what_is_needed_first_is_updated_first,
+        a_deep_ring_leaves_room_for_what_is_needed_first,
         who_waits_for_a_tensor_reads_its_new_weights,
         a_wait_lasts_until_the_update_was_submitted,
         gradients_are_told_when_nothing_reads_them,
@@ -201,6 +202,26 @@ fn what_is_needed_first_is_updated_first(on: &Subject) {
         rig.synchronize();
         rig.assert_exact(1);
     }
+}
+
+/// While the wire is slow, only some slots of a deep ring are fetched into ahead: what becomes final meanwhile and is needed
+/// first comes right after those.
+fn a_deep_ring_leaves_room_for_what_is_needed_first(on: &Subject) {
+    let rig = Rig::new(on, apart(12, 16), 1).warm();
+    let optimizer = &rig.optimizer;
+    let need: Vec<i64> = (0..12).rev().collect();
+    optimizer.overlap_begin(&order(&rig, &need), &rig.scenario.groups_at(0)).unwrap();
+    on.fault.on(Call::Copy, 0, Misbehaviour::Late { ns: 400_000_000 });
+    offer_all(&rig, 0, &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]).unwrap();
+    until("what is fetched ahead", || optimizer.overlap_stats().early_units == 4);
+    offer(&rig, 0, 11).unwrap();
+    commit(&rig, 0, &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11]).unwrap();
+    optimizer.overlap_finish().unwrap();
+    on.fault.clear();
+    let ran: Vec<usize> = optimizer.overlap_plan().iter().map(|unit| unit.tensors[0]).collect();
+    assert_eq!(ran.iter().position(|&tensor| tensor == 11), Some(4), "{ran:?}");
+    rig.synchronize();
+    rig.assert_exact(1);
 }
 
 /// Each weight is read on a stream of its own right after the wait for its tensor; updates and stores are late.

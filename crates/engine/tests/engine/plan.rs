@@ -83,9 +83,10 @@ fn input() -> impl Strategy<Value = (Vec<TensorSpec>, PlanOptions)> {
         1 => (LARGEST * WIDTH)..(20 * LARGEST * WIDTH),
         1 => Just(PlanOptions::default().arena_limit_bytes),
     ];
-    (tensors(), more, 2..9usize, arena_limit_bytes).prop_map(|(tensors, more, slots, arena_limit_bytes)| {
+    let rest = (2..9usize, arena_limit_bytes, any::<bool>());
+    (tensors(), more, rest).prop_map(|(tensors, more, (slots, arena_limit_bytes, on_host_too))| {
         let least = tensors.iter().map(least_slot).max().unwrap_or(0);
-        (tensors, PlanOptions { slot_bytes: least + more, slots, arena_limit_bytes })
+        (tensors, PlanOptions { slot_bytes: least + more, slots, arena_limit_bytes, on_host_too })
     })
 }
 
@@ -141,7 +142,8 @@ proptest! {
             let operands = HOST_OPERANDS * elements * WIDTH;
             let travelling = if bucket.on_host { operands } else { 0 };
             prop_assert!(parts + travelling <= options.slot_bytes);
-            prop_assert!(operands <= options.slot_bytes, "parameters and gradients fit a slot of the host's");
+            let fits_host = !options.on_host_too || operands <= options.slot_bytes;
+            prop_assert!(fits_host, "parameters and gradients fit a slot of the host's");
             let end = ends.entry(chunk.bucket).or_default();
             prop_assert!(chunk.start >= *end && chunk.start.is_multiple_of(align(&bucket.columns)));
             *end = chunk.start + chunk.elements;
@@ -275,7 +277,7 @@ fn as_json(plan: &StepPlan) -> Value {
     };
     let columns = |columns: &[Column]| columns.iter().map(column).collect::<Value>();
     let range = |range: &std::ops::Range<usize>| json!({"start": range.start, "end": range.end});
-    let PlanOptions { slot_bytes, slots, arena_limit_bytes } = plan.options();
+    let PlanOptions { slot_bytes, slots, arena_limit_bytes, on_host_too } = plan.options();
     let tensor = |t: &TensorSpec| json!({"name": t.name, "elements": t.elements, "columns": columns(&t.columns), "on_host": t.on_host, "number": t.number});
     let home = |i: usize| json!({"bucket": plan.home(i).bucket, "start": plan.home(i).start});
     let bucket = |b: &Bucket| {
@@ -288,7 +290,7 @@ fn as_json(plan: &StepPlan) -> Value {
         json!({"tensor": p.tensor, "tensor_offset": offsets.0, "chunk_offset": offsets.1, "elements": p.elements})
     };
     json!({
-        "options": {"slot_bytes": slot_bytes, "slots": slots, "arena_limit_bytes": arena_limit_bytes},
+        "options": {"slot_bytes": slot_bytes, "slots": slots, "arena_limit_bytes": arena_limit_bytes, "on_host_too": on_host_too},
         "tensors": plan.tensors().iter().map(tensor).collect::<Value>(),
         "homes": (0..plan.tensors().len()).map(home).collect::<Value>(),
         "buckets": plan.buckets().iter().map(bucket).collect::<Value>(),
@@ -342,6 +344,22 @@ fn a_slot_too_small_for_one_unit_of_every_column_is_refused_with_what_is_needed(
             assert!(text.contains(&format!(": {short};")) && text.contains(&format!("at least {needed}")), "{text}");
         }
     }
+}
+
+/// Where no chunk goes to the host, little state makes large chunks: each has its fixed cost. They stay below an f32 for
+/// each element.
+#[test]
+fn chunks_of_little_state_fill_a_slot_that_the_host_does_not_need() {
+    let chunk = |columns: Vec<Column>, on_host_too: bool| {
+        let options = PlanOptions { slot_bytes: 1 << 20, on_host_too, ..PlanOptions::default() };
+        let tensor = TensorSpec { name: "p".to_owned(), elements: 4 << 20, columns, on_host: false, number: 0 };
+        StepPlan::new(vec![tensor], options).unwrap().chunks()[0].elements
+    };
+    let one = || vec![Column::f32("momentum_buffer")];
+    let little = || vec![HALF];
+    assert_eq!((chunk(one(), true), chunk(one(), false)), (1 << 17, 1 << 18));
+    assert_eq!((chunk(little(), true), chunk(little(), false)), (1 << 17, 1 << 18));
+    assert_eq!(chunk(vec![], false), 1 << 18);
 }
 
 /// A slab's limit on one registration is the plan's default limit on an arena.

@@ -123,6 +123,9 @@ impl Worker {
         let may_ask = step.schedule.is_committed() && step.commit.as_ref().map_or(Ok(true), reached)?;
         // What is left is updated after the decision, for which others wait. One unit at least: so it does not depend on
         // time whether a step has guessed.
+        if !may_ask && step.has_fetches_enough()? {
+            return Ok(false);
+        }
         let next = if may_ask && !is_first { None } else { step.schedule.next_offered() };
         let Some(unit) = next else {
             return if may_ask { self.ask(step).map(|()| true) } else { Ok(false) };
@@ -211,7 +214,7 @@ impl Worker {
         let answer = crate::optimizer::read_f32(&self.device, &guess.memory.answer.part(0)?)?;
         let way = Way { from: Side::Current, to: None, work: Work::Restore };
         let overwritten = guess.ran.iter().filter(|&&unit| answer[1 + unit] == 0.0);
-        overwritten.copied().try_for_each(|unit| self.run_unit(step, unit, way))?;
+        overwritten.copied().try_for_each(|unit| self.submit_unit(step, unit, way).map(drop))?;
         pipeline.drain()?;
         self.points.record(&self.stream).and_then(|point| self.points.wait(point, None))
     }

@@ -16,6 +16,10 @@ use crate::optimizer::segments::{Binding, StepInputs, TableInput, TableStep};
 use crate::optimizer::table::StateTable;
 use crate::plan::state_bytes;
 
+/// Fetches are queued for this part of the ring's slots at most, but for so many in any case.
+const AHEAD_OF_RING: usize = 4;
+const LEAST_AHEAD: usize = 4;
+
 /// At most so many offered gradients are looked at in a row when none of them is final.
 const LOOKS: usize = 16;
 
@@ -83,6 +87,8 @@ pub(super) struct Step {
     /// The first unit of which something was submitted.
     pub(super) first: Option<usize>,
     pub(super) guess: Option<Guess>,
+    /// Ends of fetches that were not seen to be over, the oldest first.
+    pub(super) ahead: VecDeque<Arc<Mark>>,
 }
 
 impl Step {
@@ -101,6 +107,7 @@ impl Step {
             first: None,
             guess: guess.map(|memory| Guess::new(memory, tables.len())),
             landed: Vec::new(),
+            ahead: VecDeque::new(),
             tables,
             pipeline,
             hybrid,
@@ -166,7 +173,20 @@ impl Step {
 
     /// How long the thread may sleep if it has nothing to submit.
     pub(super) fn nap(&self) -> Sleep {
-        if self.is_looking() { Sleep::For(NAP) } else { Sleep::UntilMail }
+        if self.is_looking() || !self.ahead.is_empty() { Sleep::For(NAP) } else { Sleep::UntilMail }
+    }
+
+    /// Whether as many fetches are queued as the wire needs to stay busy. A larger ring is there for chunks that wait for
+    /// their update behind long kernels; if all of its slots were fetched into ahead, what becomes final next and is needed
+    /// first would stand behind all of them.
+    pub(super) fn has_fetches_enough(&mut self) -> Result<bool> {
+        while let Some(oldest) = self.ahead.front()
+            && oldest.query()?
+        {
+            self.ahead.pop_front();
+        }
+        let slots = self.pipeline.as_ref().map_or(0, |pipeline| pipeline.slots());
+        Ok(self.ahead.len() >= (slots / AHEAD_OF_RING).max(LEAST_AHEAD))
     }
 
     /// Looks which gradients have become final. Streams reach their marks in the order of the offers, and there are few

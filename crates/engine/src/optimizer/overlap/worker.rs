@@ -16,6 +16,7 @@ use super::report::Report;
 use super::schedule::{Part, Schedule};
 use super::step::{Message, Step};
 use crate::error::{Error, Result};
+use crate::flow::Mark;
 use crate::optimizer::segments::{Segments, TableStep};
 use crate::optimizer::streamed::{self, Way};
 use crate::snapshot::Stepping;
@@ -112,6 +113,9 @@ impl Worker {
 
     /// Submits the chunk that is needed first, if one may run.
     fn run_chunk(&self, step: &mut Step) -> Result<bool> {
+        if step.has_fetches_enough()? {
+            return Ok(false);
+        }
         let Some(unit) = step.schedule.next(true) else { return Ok(false) };
         let way = step.guess.as_ref().map_or_else(Way::default, |guess| guess.way(step.schedule.layout(), unit));
         let late = self.follow(step, unit)?;
@@ -129,7 +133,14 @@ impl Worker {
     }
 
     /// Submits the chunk of a unit.
-    pub(super) fn run_unit(&self, step: &Step, unit: usize, way: Way<'_>) -> Result<()> {
+    pub(super) fn run_unit(&self, step: &mut Step, unit: usize, way: Way<'_>) -> Result<()> {
+        let fetched = self.submit_unit(step, unit, way)?;
+        step.ahead.extend(fetched);
+        Ok(())
+    }
+
+    /// The same; returns the end of its fetch.
+    pub(super) fn submit_unit(&self, step: &Step, unit: usize, way: Way<'_>) -> Result<Option<Arc<Mark>>> {
         let of = &step.schedule.layout().units[unit];
         let (Some(pipeline), Part::Chunk(chunk)) = (&step.pipeline, of.part) else {
             return Err(crate::optimizer::no_ring());
