@@ -372,8 +372,12 @@ impl Problem {
         let mut same = self.with_shapes(|shape| Shape { formats, ..shape });
         same.trust_master = self.trust_master;
         // As they are, not as they would be made from the masters that they stand for.
-        for operand in [WEIGHT, MASTER, LOW, CARRY] {
-            same.images[operand].clone_from(&self.images[operand]);
+        for (segment, (shape, starts)) in self.segments.iter().enumerate() {
+            for operand in [WEIGHT, MASTER, LOW, CARRY].into_iter().filter(|&operand| shape.has(operand)) {
+                let (from, to, bytes) =
+                    (starts[operand], same.segments[segment].1[operand], shape.bytes(operand, shape.elements));
+                same.images[operand][to..to + bytes].copy_from_slice(&self.images[operand][from..from + bytes]);
+            }
         }
         same
     }
