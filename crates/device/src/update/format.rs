@@ -382,7 +382,7 @@ mod tests {
             let shares = table(&code);
             for scale in (1..=254).map(|exponent| f32::from_bits(exponent << 23)).chain([0.7, 1.999, 1e20, 3e-30]) {
                 for (halving, low) in (0..32).flat_map(|halving| (0..29u32).map(move |i| (halving, i * 0x4_8d15))) {
-                    let number = f32::from_bits(0x3f80_0000 - (halving << 23) | low) * scale;
+                    let number = f32::from_bits((0x3f80_0000 - (halving << 23)) | low) * scale;
                     let share = f64::from(number) / f64::from(scale);
                     // Beside the smallest normal number some shares are none.
                     if share > 1.0 || number < 16.0 * f32::MIN_POSITIVE {
@@ -419,6 +419,13 @@ mod tests {
         assert_eq!((code.nearest(-0.0, 1.0, None), Code::SIGNED.nearest(-0.0, 1.0, None)), (0, 0x80));
         assert_eq!(Code::SIGNED.nearest(-1.0, 1.0, Some(u32::MAX)), 0xff, "no carry into the sign");
         assert_eq!(code.nearest(1.0, 1.0, Some(u32::MAX)), 0xff, "no carry beyond 1");
+        // A product with one over the scale may be a little more than 1.
+        let more = 1.0 + f32::EPSILON;
+        assert_eq!(
+            (code.nearest(more, 1.0, Some(u32::MAX)), Code::SIGNED.nearest(-more, 1.0, Some(u32::MAX))),
+            (255, 255)
+        );
+        assert_eq!(Code::SIGNED.nearest(more, 1.0, Some(u32::MAX)), 127);
     }
 
     #[test]
@@ -551,7 +558,7 @@ mod tests {
         {
             let value = |i: usize| {
                 let number = f32::from_bits(0x3000_0000 + ((i as u32).wrapping_mul(2_654_435_761) >> 4));
-                if column.signed && i % 3 == 0 { -number } else { number }
+                if column.signed && i.is_multiple_of(3) { -number } else { number }
             };
             let (numbers, back) = (region(4 * n), region(4 * n));
             // SAFETY: memory of the test's own, of these lengths.

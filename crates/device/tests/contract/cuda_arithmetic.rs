@@ -233,7 +233,9 @@ fn build(kernels: &Path, folder: &Path, name: &str, text: &str) -> PathBuf {
     let (source, program) = (folder.join(format!("{name}.cpp")), folder.join(name));
     std::fs::write(&source, text).unwrap();
     let compiled = Command::new("c++")
-        .args(["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-I"])
+        .args(["-std=c++17", "-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing"])
+        // A GPU refuses vectors at addresses that are not multiples of them; this ends the program there.
+        .args(["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-I"])
         .args([kernels, &source])
         .arg("-o")
         .arg(&program)
@@ -474,7 +476,7 @@ fn cuda_files_do_with_columns_in_fewer_bits_what_rules_do() {
                     grad,
                     master,
                     // Beyond 2^32 too.
-                    first: 700 * i as u64 + if i % 5 == 0 { (1 << 33) - 1000 } else { 0 },
+                    first: 700 * i as u64 + if i.is_multiple_of(5) { (1 << 33) - 1000 } else { 0 },
                     scalars: (i % 8) as u32,
                     shifted: i % 3 == 2,
                     // A column of f32 alone would go to another kernel.
@@ -494,6 +496,8 @@ fn cuda_files_do_with_columns_in_fewer_bits_what_rules_do() {
                     70 => [weight, f32::INFINITY, mean, square, largest, master],
                     600 => [weight, grad, f32::NAN, f32::NAN, f32::NAN, master],
                     1024..1280 => [weight, 0.0, 0.0, 0.0, 0.0, master],
+                    // Nearly all of them are nothing beside the largest.
+                    1536..1792 => [weight, if i == 1600 { 1e3 } else { 1e-9 }, 0.0, 0.0, 0.0, master],
                     1280..1536 => [weight, 0.0, -1e-39, 1e-39, 1e-39, master],
                     _ => [weight, grad, mean, square, largest, master],
                 }

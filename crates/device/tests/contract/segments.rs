@@ -201,7 +201,10 @@ impl Problem {
             let mut starts = [0; OPERANDS];
             for operand in shape.operands() {
                 let image = &mut images[operand];
-                let start = image.len().next_multiple_of(256) + usize::from(shape.shifted) * shape.bytes(operand, 1);
+                // In one half of the packed segments codes alone are moved, and all else is aligned.
+                let codes_alone = shape.is_packed() && shape.elements % 2 == 1;
+                let moves = shape.shifted && (!codes_alone || shape.format(operand) == Some(StateFormat::Blocks));
+                let start = image.len().next_multiple_of(256) + usize::from(moves) * shape.bytes(operand, 1);
                 image.resize(start, 0xa5);
                 image.resize(start + shape.bytes(operand, shape.elements), 0);
                 image.extend([0xa5; 8]);
@@ -369,8 +372,12 @@ impl Problem {
         let mut same = self.with_shapes(|shape| Shape { formats, ..shape });
         same.trust_master = self.trust_master;
         // As they are, not as they would be made from the masters that they stand for.
-        for operand in [WEIGHT, MASTER, LOW, CARRY] {
-            same.images[operand].clone_from(&self.images[operand]);
+        for (segment, (shape, starts)) in self.segments.iter().enumerate() {
+            for operand in [WEIGHT, MASTER, LOW, CARRY].into_iter().filter(|&operand| shape.has(operand)) {
+                let (from, to, bytes) =
+                    (starts[operand], same.segments[segment].1[operand], shape.bytes(operand, shape.elements));
+                same.images[operand][to..to + bytes].copy_from_slice(&self.images[operand][from..from + bytes]);
+            }
         }
         same
     }
