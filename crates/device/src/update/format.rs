@@ -23,7 +23,7 @@
 //! whose scale is below the smallest normal f32 is zero, and one with a number that is not finite is NaN as a whole.
 
 use super::{Column, Stored};
-use crate::cpu::update::convert::f32_to_bf16;
+use crate::cpu::update::convert::{bf16_to_f32, f32_to_bf16};
 use crate::error::{Error, Result};
 use crate::kernel::Dtype;
 use crate::memory::Region;
@@ -271,4 +271,16 @@ pub fn random_key(seed: u64, step: u64, column: u32, parameter: u64) -> u32 {
 pub fn bf16_at_random(value: f32, random: u32) -> u16 {
     let bits = value.to_bits();
     if bits & 0x7f80_0000 == 0x7f80_0000 { f32_to_bf16(value) } else { ((bits + (random >> 16)) >> 16) as u16 }
+}
+
+/// An f32 to bf16, to nearest-even.
+#[inline(always)]
+pub fn to_bf16(value: f32) -> u16 {
+    f32_to_bf16(value)
+}
+
+/// A bf16 as an f32.
+#[inline(always)]
+pub fn from_bf16(bits: u16) -> f32 {
+    bf16_to_f32(bits)
 }
