@@ -7,11 +7,16 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["CHECKPOINT_BLOCK_BYTES", "ActivationPlan", "Activations", "CallKind", "CallTimes", "Checkpoint", "HostCopies", "HostView", "LayerCost", "LayerPlan", "LayerStats", "Looked", "MeasuredCall", "MeasuredPass", "Moved", "OffloadStats", "Opened", "Optimizer", "PassCost", "PassSample", "Route", "Rule", "Saved", "Saving", "Slabs", "Snapshot", "TensorCost", "Trace", "TracedWork", "_errors_for_test", "_gil_is_released_for_test", "_memory_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "bytes_faulted_in", "check_contract", "check_host", "checkpoint_summary", "command", "count_copied", "count_save_wait", "export_weights", "forget_parent_totals", "host_memory", "keep_masters", "kept_copy_bytes", "latest_checkpoint", "look", "look_with_gradients", "open_through_torch", "probe", "read_masters", "release_copies", "totals", "verify_checkpoint", "version", "write_checkpoint"]
+__all__ = ["CHECKPOINT_BLOCK_BYTES", "STATE_BLOCK", "ActivationPlan", "Activations", "CallKind", "CallTimes", "Checkpoint", "HostCopies", "HostView", "LayerCost", "LayerPlan", "LayerStats", "Looked", "MeasuredCall", "MeasuredPass", "Moved", "OffloadStats", "Opened", "Optimizer", "PassCost", "PassSample", "Route", "Rule", "Saved", "Saving", "Slabs", "Snapshot", "TensorCost", "Trace", "TracedWork", "_errors_for_test", "_gil_is_released_for_test", "_memory_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "bytes_faulted_in", "check_contract", "check_host", "checkpoint_summary", "command", "count_copied", "count_save_wait", "export_weights", "forget_parent_totals", "host_memory", "keep_masters", "kept_copy_bytes", "latest_checkpoint", "look", "look_with_gradients", "open_through_torch", "probe", "read_masters", "release_copies", "totals", "verify_checkpoint", "version", "write_checkpoint"]
 
 CHECKPOINT_BLOCK_BYTES: Final[int]
 """
 Bytes of a checkpoint's file that one checksum covers.
+"""
+
+STATE_BLOCK: Final[int]
+"""
+Elements of a parameter that share a scale, in state of 8 bits.
 """
 
 @final
@@ -487,11 +492,11 @@ class Optimizer:
         """
         Make the next update on the host's threads fail, for tests.
         """
-    def add(self, /, tensors: SupportsGetItem[int, tuple[str, SupportsIndex, SupportsIndex, str, bool]], hypers: SupportsGetItem[int, SupportsGetItem[int, SupportsFloat | SupportsIndex]], resident: bool = False) -> int:
+    def add(self, /, tensors: SupportsGetItem[int, tuple[str, SupportsIndex, SupportsIndex, str, bool, SupportsIndex]], hypers: SupportsGetItem[int, SupportsGetItem[int, SupportsFloat | SupportsIndex]], resident: bool = False, state_formats: SupportsGetItem[int, str] = ...) -> int:
         """
         Create zeroed state for a list of tensors and return the number of their table. A tensor is its name, elements,
-        the number of its group in `hypers`, the format of its master ("f32", "compact" or ""), and whether it lies on the
-        host.
+        the number of its group in `hypers`, the format of its master ("f32", "compact" or ""), whether it lies on the
+        host, and its place among the parameters. `state_formats` are those of the rule's columns; none for f32.
         State of a resident table is the caller's, on the device, whatever the placement of other tables is.
         """
     def close(self, /) -> None:
@@ -728,10 +733,18 @@ class Rule:
         """
         What those numbers are if a user gives none.
         """
+    def formats_for(self, /, state_formats: SupportsGetItem[int, str], elements: SupportsIndex) -> list[str]:
+        """
+        The format of each column for a parameter of this many elements, where these are asked for.
+        """
     @property
     def hypers(self, /) -> list[str]:
         """
         The numbers of a group, by name and in order.
+        """
+    def keep_column(self, /, column: str, format: str, numbers: SupportsIndex, parts: SupportsGetItem[int, SupportsIndex], elements: SupportsIndex) -> None:
+        """
+        Keep these f32 numbers in a column of a format, rounded to nearest. All memory is on the host.
         """
     def keeps(self, /, hypers: SupportsGetItem[int, SupportsFloat | SupportsIndex]) -> list[str]:
         """
@@ -742,14 +755,25 @@ class Rule:
         """
         Its name.
         """
+    def parts(self, /, column: str, format: str) -> list[tuple[str, str, int]]:
+        """
+        The memory of a column in a format, the numbers first: the engine's name, the type of a value, and the elements of
+        the parameter for each.
+        """
+    def read_column(self, /, column: str, format: str, parts: SupportsGetItem[int, SupportsIndex], numbers: SupportsIndex, elements: SupportsIndex) -> None:
+        """
+        Write the numbers of a column in a format as f32. All memory is on the host, by address, and none of it is written
+        by others meanwhile.
+        """
     @property
     def shows_step(self, /) -> bool:
         """
         Whether a parameter's state shows its step counter.
         """
-    def state_bytes(self, /, hypers: SupportsGetItem[int, SupportsFloat | SupportsIndex], master: str, elements: SupportsIndex) -> int:
+    def state_bytes(self, /, hypers: SupportsGetItem[int, SupportsFloat | SupportsIndex], state_formats: SupportsGetItem[int, str], master: str, elements: SupportsIndex) -> int:
         """
-        Bytes of state of a parameter in a group with these numbers, whose master has this format ("" for none).
+        Bytes of state of a parameter in a group with these numbers, whose columns are asked for in these formats and whose
+        master has this one ("" for none).
         """
 
 @final

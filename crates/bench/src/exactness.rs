@@ -173,11 +173,13 @@ impl Resident {
 pub(crate) fn specs(rule: &Rule, tensors: &[TensorShape]) -> Vec<TensorSpec> {
     tensors
         .iter()
-        .map(|tensor| TensorSpec {
+        .zip(0..)
+        .map(|(tensor, number)| TensorSpec {
             name: tensor.name.clone(),
             elements: tensor.elements,
             columns: rule.kept(rule.defaults, false),
             on_host: false,
+            number,
         })
         .collect()
 }

@@ -96,7 +96,7 @@ impl Contestant {
             Placement::Hybrid(HostShare::Auto) => "hybrid".to_owned(),
         };
         let plan = PlanOptions { slots: options.slots, slot_bytes: options.slot_bytes, ..PlanOptions::default() };
-        let made = OptimizerOptions { placement, plan, pinned_budget_bytes: None, host: options.host.clone() };
+        let made = OptimizerOptions { placement, plan, host: options.host.clone(), ..OptimizerOptions::default() };
         let optimizer = Optimizer::new(device.clone(), RULES[0], made)?;
         if placement.streams() {
             optimizer.open_ring(None)?;
@@ -127,11 +127,12 @@ impl Contestant {
 /// Runs all placements on one device, a step of each in turn.
 pub fn bench_placements(device: &SharedDevice, options: &PlacementsOptions) -> Result<Placements> {
     let model = Model::synthetic(options.params)?;
-    let tensors = model.tensors.iter().map(|shape| TensorSpec {
+    let tensors = model.tensors.iter().zip(0..).map(|(shape, number)| TensorSpec {
         name: shape.name.clone(),
         elements: shape.elements,
         columns: RULES[0].kept(RULES[0].defaults, true),
         on_host: false,
+        number,
     });
     let tensors: Vec<TensorSpec> = tensors.collect();
     let elements: u64 = tensors.iter().map(|spec| spec.elements).sum();

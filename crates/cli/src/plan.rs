@@ -119,11 +119,12 @@ fn plan(args: &PlanStepArgs) -> Result<Planned, Failure> {
         Some(model) => model,
         None => Model::synthetic(params)?,
     };
-    let tensors = model.tensors.iter().map(|tensor| TensorSpec {
+    let tensors = model.tensors.iter().zip(0..).map(|(tensor, number)| TensorSpec {
         name: tensor.name.clone(),
         elements: tensor.elements,
         columns: columns.clone(),
         on_host: false,
+        number,
     });
     let options = PlanOptions { slot_bytes: chunk_bytes, slots, ..PlanOptions::default() };
     let plan = StepPlan::new(tensors.collect(), options)?;

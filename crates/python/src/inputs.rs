@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use forebay::Result;
-use forebay::device::{HostOptions, MasterFormat, Place, Region, Rule, SharedDevice};
+use forebay::device::update::MAX_COLUMNS;
+use forebay::device::{HostOptions, MasterFormat, Place, Region, Rule, SharedDevice, StateFormat};
 use forebay::optimizer::{Binding, Number, OptimizerOptions, Placement, TableInput};
-use forebay::plan::{PlanOptions, StepPlan, TensorSpec};
+use forebay::plan::{PlanOptions, StepPlan, TensorSpec, columns_for};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -29,6 +30,7 @@ pub(crate) struct Options {
     host_fraction: Option<f64>,
     host_threads: Option<usize>,
     host_kernel: Option<String>,
+    rounding_seed: Option<u64>,
 }
 
 impl Options {
@@ -38,19 +40,34 @@ impl Options {
             plan: PlanOptions { slot_bytes: self.chunk_bytes, slots: self.slots, ..PlanOptions::default() },
             pinned_budget_bytes: self.pinned_budget_bytes,
             host: HostOptions { threads: self.host_threads, kernel: self.host_kernel },
+            rounding_seed: self.rounding_seed,
         })
     }
 }
 
-/// A tensor that gets state: name, elements, the number of its group, the format of its master (empty for none), and
-/// whether it lies on the host.
-pub(crate) type NewTensor = (String, u64, usize, String, bool);
+/// A tensor that gets state: name, elements, the number of its group, the format of its master (empty for none), whether
+/// it lies on the host, and its place among the parameters of the optimizer.
+pub(crate) type NewTensor = (String, u64, usize, String, bool, u64);
+
+/// The format of each column of a rule, by name; columns without a name keep f32.
+pub(crate) fn formats(names: &[String]) -> Result<[StateFormat; MAX_COLUMNS]> {
+    let mut formats = [StateFormat::F32; MAX_COLUMNS];
+    for (format, name) in formats.iter_mut().zip(names) {
+        *format = StateFormat::named(name)?;
+    }
+    Ok(formats)
+}
 
 /// The tensors of a new table, with the columns that their groups' numbers call for.
-pub(crate) fn specs(rule: &Rule, tensors: Vec<NewTensor>, hypers: &[Vec<f64>]) -> Result<Vec<TensorSpec>> {
-    let spec = |(name, elements, group, master, on_host): NewTensor| {
-        let columns = rule.kept(&hypers[group], MasterFormat::named(&master)?);
-        Ok(TensorSpec { name, elements, columns, on_host })
+pub(crate) fn specs(
+    rule: &Rule,
+    tensors: Vec<NewTensor>,
+    hypers: &[Vec<f64>],
+    wanted: [StateFormat; MAX_COLUMNS],
+) -> Result<Vec<TensorSpec>> {
+    let spec = |(name, elements, group, master, on_host, number): NewTensor| {
+        let columns = columns_for(rule, &hypers[group], wanted, MasterFormat::named(&master)?, elements);
+        Ok(TensorSpec { name, elements, columns, on_host, number })
     };
     tensors.into_iter().map(spec).collect()
 }

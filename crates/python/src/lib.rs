@@ -19,6 +19,7 @@ mod landing;
 mod looked;
 mod masters;
 mod measure;
+mod moments;
 mod optimizer;
 mod overlap;
 mod rule;
@@ -70,6 +71,10 @@ mod _core {
     use crate::totals::{bytes_faulted_in, count_copied, count_save_wait, forget_parent_totals, totals};
     #[pymodule_export]
     use crate::trace::{Trace, TracedWork};
+
+    /// Elements of a parameter that share a scale, in state of 8 bits.
+    #[pymodule_export]
+    const STATE_BLOCK: u32 = forebay::device::update::BLOCK;
 
     /// Bytes of a checkpoint's file that one checksum covers.
     #[pymodule_export]

@@ -10,7 +10,7 @@ use pyo3::types::PyDict;
 
 use crate::accelerator::Unlocked;
 use crate::guard;
-use crate::inputs::{NewTensor, Options, Resident, Tensors, dict, host_regions, scalar, specs, table_input};
+use crate::inputs::{NewTensor, Options, Resident, Tensors, dict, formats, host_regions, scalar, specs, table_input};
 use crate::torch::{self, HostView};
 
 /// An optimizer: its state and its step.
@@ -91,12 +91,21 @@ impl Optimizer {
     }
 
     /// Create zeroed state for a list of tensors and return the number of their table. A tensor is its name, elements,
-    /// the number of its group in `hypers`, the format of its master ("f32", "compact" or ""), and whether it lies on the
-    /// host.
+    /// the number of its group in `hypers`, the format of its master ("f32", "compact" or ""), whether it lies on the
+    /// host, and its place among the parameters. `state_formats` are those of the rule's columns; none for f32.
     /// State of a resident table is the caller's, on the device, whatever the placement of other tables is.
-    #[pyo3(signature = (tensors, hypers, resident=false))]
-    fn add(&self, py: Python<'_>, tensors: Vec<NewTensor>, hypers: Vec<Vec<f64>>, resident: bool) -> PyResult<usize> {
-        guard::run(py, || self.inner.add_at(specs(self.inner.rule(), tensors, &hypers)?, resident))
+    #[pyo3(signature = (tensors, hypers, resident=false, state_formats=Vec::new()))]
+    fn add(
+        &self,
+        py: Python<'_>,
+        tensors: Vec<NewTensor>,
+        hypers: Vec<Vec<f64>>,
+        resident: bool,
+        state_formats: Vec<String>,
+    ) -> PyResult<usize> {
+        guard::run(py, || {
+            self.inner.add_at(specs(self.inner.rule(), tensors, &hypers, formats(&state_formats)?)?, resident)
+        })
     }
 
     /// A tensor's column in pinned memory, or its step counter, as a buffer. A column that is not there gives nothing.

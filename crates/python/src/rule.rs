@@ -1,11 +1,12 @@
 //! Update rules as Python sees them.
 
 use forebay::device;
-use forebay::device::MasterFormat;
-use forebay::plan::state_bytes;
+use forebay::device::{MasterFormat, RuleColumn, StateFormat};
+use forebay::plan::{columns_for, formats_for, state_bytes};
 use pyo3::prelude::*;
 
-use crate::guard;
+use crate::inputs::formats;
+use crate::{guard, moments};
 
 /// An update rule: the state an optimizer keeps and the numbers of its groups.
 #[pyclass(frozen)]
@@ -62,8 +63,77 @@ impl Rule {
         self.rule.kept(&hypers, false).iter().map(|column| column.name).collect()
     }
 
-    /// Bytes of state of a parameter in a group with these numbers, whose master has this format ("" for none).
-    fn state_bytes(&self, py: Python<'_>, hypers: Vec<f64>, master: &str, elements: u64) -> PyResult<u64> {
-        guard::run(py, || Ok(state_bytes(&self.rule.kept(&hypers, MasterFormat::named(master)?), elements)))
+    /// Bytes of state of a parameter in a group with these numbers, whose columns are asked for in these formats and whose
+    /// master has this one ("" for none).
+    fn state_bytes(
+        &self,
+        py: Python<'_>,
+        hypers: Vec<f64>,
+        state_formats: Vec<String>,
+        master: &str,
+        elements: u64,
+    ) -> PyResult<u64> {
+        guard::run(py, || {
+            let master = MasterFormat::named(master)?;
+            Ok(state_bytes(&columns_for(self.rule, &hypers, formats(&state_formats)?, master, elements), elements))
+        })
+    }
+
+    /// The format of each column for a parameter of this many elements, where these are asked for.
+    fn formats_for(&self, py: Python<'_>, state_formats: Vec<String>, elements: u64) -> PyResult<Vec<&'static str>> {
+        guard::run(py, || {
+            let found = formats_for(formats(&state_formats)?, elements).into_iter().map(StateFormat::name);
+            Ok(found.take(self.rule.columns.len()).collect())
+        })
+    }
+
+    /// The memory of a column in a format, the numbers first: the engine's name, the type of a value, and the elements of
+    /// the parameter for each.
+    fn parts(&self, py: Python<'_>, column: &str, format: &str) -> PyResult<Vec<(&'static str, &'static str, u32)>> {
+        guard::run(py, || {
+            let parts = self.column(column)?.kept_as(StateFormat::named(format)?);
+            Ok(parts.into_iter().map(|part| (part.name, part.stored.name(), part.block)).collect())
+        })
+    }
+
+    /// Write the numbers of a column in a format as f32. All memory is on the host, by address, and none of it is written
+    /// by others meanwhile.
+    fn read_column(
+        &self,
+        py: Python<'_>,
+        column: &str,
+        format: &str,
+        parts: Vec<u64>,
+        numbers: u64,
+        elements: u64,
+    ) -> PyResult<()> {
+        guard::run(py, || {
+            moments::numbers_of(self.column(column)?, StateFormat::named(format)?, &parts, numbers, elements)
+        })
+    }
+
+    /// Keep these f32 numbers in a column of a format, rounded to nearest. All memory is on the host.
+    fn keep_column(
+        &self,
+        py: Python<'_>,
+        column: &str,
+        format: &str,
+        numbers: u64,
+        parts: Vec<u64>,
+        elements: u64,
+    ) -> PyResult<()> {
+        guard::run(py, || {
+            moments::keep_numbers(self.column(column)?, StateFormat::named(format)?, numbers, &parts, elements)
+        })
+    }
+}
+
+impl Rule {
+    fn column(&self, name: &str) -> forebay::Result<&'static RuleColumn> {
+        self.rule.columns.iter().find(|column| column.name == name).ok_or_else(|| forebay::Error::InvalidOption {
+            option: "column",
+            value: name.to_owned(),
+            remedy: format!("{} has {}", self.rule.name, self.columns().join(", ")),
+        })
     }
 }

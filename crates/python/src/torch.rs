@@ -46,7 +46,7 @@ pub(crate) fn region(device: &SharedDevice, addr: u64, bytes: u64, place: Place,
 pub(crate) fn host_region(addr: u64, bytes: u64, keeper: &Keeper) -> Result<Region> {
     // SAFETY: `Writer._write_tensors` (checkpoint/writer.py) and `Reader._read_into` (checkpoint/reader.py) take address
     // and length from one dense or strided tensor on the CPU and hold that tensor until the call returns; so do
-    // `CompactMaster` (optim/compact.py) and the caller of `Optimizer.touch_state`, a benchmark. The calls return only when their threads have stopped using the
+    // `Packed` (optim/packed.py) and the caller of `Optimizer.touch_state`, a benchmark. The calls return only when their threads have stopped using the
     // memory.
     let buffer = unsafe { Buffer::borrow_host(addr as usize, bytes, keeper.clone()) }?;
     Ok(buffer.into_region())

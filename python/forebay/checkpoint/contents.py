@@ -22,7 +22,7 @@ from forebay.checkpoint.arguments import check_belongs
 from forebay.checkpoint.values import Encoded
 from forebay.errors import CheckpointError, OptionError
 from forebay.optim.base import Optimizer
-from forebay.optim.compact import standing_for
+from forebay.optim.packed import standing_for
 from forebay.optim.state import MASTER
 
 if TYPE_CHECKING:
@@ -230,7 +230,10 @@ def set_contents(
             # State that the checkpoint lacks starts from zero; a master weight is made from its weight below.
             value = wanted[name]
             if _is_state(name) and not name.endswith(MASTER_SUFFIX) and isinstance(value, torch.Tensor):
-                local(value).zero_()
+                if (packed := standing_for(value)) is not None:
+                    packed.reset()
+                else:
+                    local(value).zero_()
                 _forget_late(contents["optimizer"]["state"], name, optimizers)
             elif standing_for(value) is not None:
                 # A compact master that the load sets to its weight.

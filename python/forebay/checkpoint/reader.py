@@ -33,7 +33,7 @@ from forebay.checkpoint.snapshot import wait_before_load
 from forebay.checkpoint.values import decode
 from forebay.errors import CheckpointError, Error
 from forebay.optim.base import Optimizer
-from forebay.optim.compact import CompactMaster, standing_for
+from forebay.optim.packed import Assembly, Packed, standing_for
 
 STAGE_BYTES = 128 << 20
 """Bytes read at a time for tensors that need a copy: on a GPU, or of another type."""
@@ -200,25 +200,31 @@ class Reader(StorageReader):
             # All errors that can be detected early are raised here, before anything is written.
             self._read_into(direct, moved)
             batch: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
+            assembly = Assembly()
+            # Boxes of one packed column follow each other.
+            staged.sort(key=lambda one: id(standing_for(one[1])))
             for item, target, stored in staged:
                 batch.append((item, target, torch.empty(tuple(item.lengths), dtype=stored, device=CPU)))
                 if sum(buffer.nbytes for _, _, buffer in batch) >= STAGE_BYTES:
-                    self._read_staged(batch, moved)
+                    self._read_staged(batch, assembly, moved)
                     batch = []
-            self._read_staged(batch, moved)
+            self._read_staged(batch, assembly, moved)
+            assembly.finish()
         except BaseException as error:
             # An interrupt between two batches leaves the state as mixed as a damaged file does.
             storages = {storage_address(target.untyped_storage()) for target in targets if target.numel()}
             _distrust(storages, str(error) or type(error).__name__)
             raise
 
-    def _read_staged(self, batch: list[tuple[ReadItem, torch.Tensor, torch.Tensor]], moved: _core.Moved) -> None:
+    def _read_staged(
+        self, batch: list[tuple[ReadItem, torch.Tensor, torch.Tensor]], assembly: Assembly, moved: _core.Moved
+    ) -> None:
         self._read_into([(item, buffer) for item, _, buffer in batch], moved)
         for item, target, buffer in batch:
-            if (master := standing_for(target)) is None:
+            if (packed := standing_for(target)) is None:
                 target.copy_(buffer)
             else:
-                master.write_part(item.dest_offsets, buffer)
+                assembly.put(packed, item.dest_offsets, buffer)
 
     def _read_into(self, pairs: list[tuple[ReadItem, torch.Tensor]], moved: _core.Moved) -> None:
         """Read items into tensors on the CPU. The caller's list holds the tensors until the engine returns."""
@@ -270,6 +276,6 @@ def _distrust(storages: set[int], reason: str) -> None:
     for optimizer in list(Optimizer.alive):
         shown = [value for state in dict.values(optimizer.state) for value in dict.values(state)]
         mine = [local(value) for value in shown if isinstance(value, torch.Tensor)]
-        mine += [value.stand_in() for value in shown if isinstance(value, CompactMaster)]
+        mine += [value.stand_in() for value in shown if isinstance(value, Packed)]
         if any(value.numel() and storage_address(value.untyped_storage()) in storages for value in map(local, mine)):
             optimizer.distrust(reason)

@@ -20,7 +20,7 @@ from forebay._live import Live, wait_for_live
 from forebay._tensors import address, addresses, local, state_like
 from forebay.checkpoint.contents import ours
 from forebay.optim.base import Optimizer
-from forebay.optim.compact import standing_for
+from forebay.optim.packed import standing_for
 
 SMALL_BYTES = 64 << 10
 """Host tensors smaller than this are copied one by one."""
@@ -198,7 +198,7 @@ def _sorted(state: Any, pinned: set[int]) -> tuple[list[torch.Tensor], list[torc
 
     The others include tensors in the engine's memory whose elements are in another order than in a file: torch would
     read that memory to put them in order, and the engine would not know of it. What stands for a
-    compact master is in neither.
+    packed column is in neither.
     """
     kept: list[torch.Tensor] = []
     others: list[torch.Tensor] = []
@@ -223,9 +223,9 @@ def _leaves(value: Any) -> list[torch.Tensor]:
 def _rebuilt(value: Any, replaced: dict[int, torch.Tensor]) -> Any:
     """Return nested state with some tensors replaced, and with copies of all other values."""
     if isinstance(value, torch.Tensor):
-        if (master := standing_for(value)) is not None:
-            # Steps may change both parts of it before it is written.
-            return master.read()
+        if (packed := standing_for(value)) is not None:
+            # Steps may change its parts, and the weight of a master, before it is written.
+            return packed.read()
         return replaced.get(id(value), value)
     if isinstance(value, dict):
         return {key: _rebuilt(item, replaced) for key, item in value.items()}

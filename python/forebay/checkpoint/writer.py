@@ -22,7 +22,7 @@ from forebay.checkpoint.interrupts import allowed
 from forebay.checkpoint.ranks import plain_errors, ranks_of
 from forebay.checkpoint.values import encode
 from forebay.errors import CheckpointError, Error, OptionError
-from forebay.optim.compact import standing_for
+from forebay.optim.packed import standing_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 PART_BYTES = 1 << 30
-"""How much of the compact masters exists as f32 at a time, while they are saved."""
+"""How much of the packed columns exists as f32 at a time, while they are saved."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,11 +165,12 @@ class Writer(StorageWriter):
         first = [item for item in items if item.index.fqn in live]
         rest = [item for item in items if item.index.fqn not in live]
         where, files = self._write_live(place, first, planner)
-        # Compact masters are written a part at a time, so that their f32 values need little memory.
+        # Packed columns are written a part at a time, so that their f32 values need little memory.
         ordinary = [item for item in rest if standing_for(_look_at(planner, item)) is None]
-        masters = [item for item in rest if id(item) not in set(map(id, ordinary))]
-        for number, part in enumerate(_parts(masters)):
-            apart = _Place(place.folder, f"{place.prefix}masters{number}-")
+        unpacked = set(map(id, ordinary))
+        packed = [item for item in rest if id(item) not in unpacked]
+        for number, part in enumerate(_parts(packed)):
+            apart = _Place(place.folder, f"{place.prefix}packed{number}-")
             others, more = self._write_tensors(apart, part, planner, is_last=False)
             where, files, first = where + others, files + more, first + part
         if ordinary:
@@ -312,8 +313,8 @@ def _resolved(items: list[WriteItem], planner: SavePlanner) -> tuple[list[torch.
     gpu: torch.device | None = None
     for item in items:
         data = _look_at(planner, item)
-        master = standing_for(data)
-        data = _dense(data if master is None else master.read())
+        packed = standing_for(data)
+        data = _dense(data if packed is None else packed.read())
         if is_gpu(data.device) and gpu in (None, data.device):
             gpu = data.device
         elif not is_cpu(data.device):

@@ -40,6 +40,7 @@ class Adam(Optimizer, torch.optim.Adam):
         *("foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"),
     )
     switches: ClassVar[dict[str, str]] = {"max_exp_avg_sq": "amsgrad"}
+    follows: ClassVar[dict[str, str]] = {"max_exp_avg_sq": "exp_avg_sq"}
     fixed = ("decoupled_weight_decay",)
 
     def __init__(

@@ -40,6 +40,7 @@ from forebay.optim.create import create
 from forebay.optim.gather import Flat, Found, Table
 from forebay.optim.load import load
 from forebay.optim.options import NO_NORM, Keywords, Options, check_options
+from forebay.optim.packed import BLOCKS
 from forebay.optim.signature import describe
 from forebay.optim.state import MASTER, STEP, ParameterState, State
 
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
     from forebay.optim.gather import Tensors
     from forebay.optim.overlap.step import Overlap
+    from forebay.optim.state import Room
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -128,6 +130,8 @@ class Optimizer(torch.optim.Optimizer):
     """The keys of a group that the subclass's constructor takes."""
     switches: ClassVar[dict[str, str]] = {}
     """For columns that not every group has: the setting that decides."""
+    follows: ClassVar[dict[str, str]] = {}
+    """For columns that are like another one: the column whose format they have, unless one is given for them."""
     fixed: ClassVar[tuple[str, ...]] = ()
     """The keys of a group whose value the class decides: another value is refused, and a loaded one ignored."""
     alive: ClassVar[weakref.WeakSet[Optimizer]] = weakref.WeakSet()
@@ -187,6 +191,8 @@ class Optimizer(torch.optim.Optimizer):
         Optimizer.alive.add(self)
         self._options = options
         self._rule = _core.Rule(self.rule_for(defaults))
+        # The format of each column of the rule; small parameters keep f32 instead of blocks.
+        self._formats = options.formats_of(self._rule.columns, self.follows)
         # GradScaler then leaves unscaling and skipping to the step.
         self._step_supports_amp_scaling = bool(defaults.get("fused"))
         self._state = State(self)
@@ -545,8 +551,8 @@ class Optimizer(torch.optim.Optimizer):
             if not table.is_resident:
                 continue
             for column in room.columns:
-                if column == MASTER and room.compact is not None:
-                    addresses[number][index].extend(map(address, dict.values(room.compact)))
+                if (packed := room.packed.get(column)) is not None:
+                    addresses[number][index].extend(map(address, dict.values(packed)))
                     continue
                 inner = local(state.view(room, column))
                 if inner.get_device() != table.devices[index] or inner.dtype != torch.float32:
@@ -696,8 +702,8 @@ class Optimizer(torch.optim.Optimizer):
                 room = self.state.rooms.get(id(parameter))
                 if room is None:
                     continue
-                if room.compact is not None and compact:
-                    room.compact.reset()
+                if MASTER in room.packed and compact:
+                    room.packed[MASTER].reset()
                 elif MASTER in room.views:
                     follow_weight(local(room.views[MASTER]), local(parameter).detach())
 
@@ -721,24 +727,34 @@ class Optimizer(torch.optim.Optimizer):
         limit = positive("max_grad_norm", value, without="for no clipping")
         self._options = replace(self._options, max_grad_norm=limit)
 
-    def stats(self) -> dict[str, float | int]:
+    def stats(self) -> dict[str, Any]:
         """Return statistics of the last step. Waits for its stores.
 
         Bytes are payload: two f32 columns without masters are exactly 8 bytes for each element and direction. The times
         of the stages are sums over chunks, measured on one chunk in 64. The step waited ``stalls`` times for a slot of
         the ring, and ``save_stalls`` times for the writer of an ``async_save``. ``device_bytes`` and ``pinned_bytes``
         include rings that this optimizer shares with others, and each of them reports all of it. ``f32_masters`` and
-        ``compact_masters`` are numbers of parameters.
+        ``compact_masters`` are numbers of parameters. ``state_formats`` has the number of parameters for each format of
+        state, and ``f32_state`` the names of those that have fewer elements than a block of 8-bit state: theirs is f32.
         """
         self._check_available()
         engine = self._engine or self._options.open(engine_name(CPU), self._rule.name)
-        found = {"step_s": self._step_s, **engine.stats()}
+        found: dict[str, Any] = {"step_s": self._step_s, **engine.stats()}
         before_s = waited_s(self)
         found["save_stalls"] += before_s > 0
         found["save_stall_s"] += before_s
-        masters = [room.compact is not None for room in self.state.rooms.values() if MASTER in room.columns]
+        rooms = self.state.rooms.values()
+        masters = [MASTER in room.packed for room in rooms if MASTER in room.columns]
         found["f32_masters"], found["compact_masters"] = masters.count(False), masters.count(True)
+        formats = {id(room.parameter): room.formats for room in rooms if room.own}
+        found["state_formats"] = {of: list(formats.values()).count(of) for of in sorted(set(formats.values()))}
+        found["f32_state"] = [self._name_of(room.parameter) for room in rooms if self._is_too_small(room)]
         return found
+
+    def _is_too_small(self, room: Room) -> bool:
+        """Whether a parameter has state of f32 only because it has not a whole block."""
+        asked = dict(zip(self._rule.columns, self._formats, strict=True))
+        return any(asked[name] == BLOCKS and name not in room.packed for name in room.own)
 
     def last_backward(self) -> AbstractContextManager[None]:
         """Mark the last backward before a step: ``with optimizer.last_backward(): loss.backward()``.

@@ -13,8 +13,8 @@ from forebay._log import logger
 from forebay._progress import watch
 from forebay._tensors import check_parameter, host_tensor, local, state_like
 from forebay.errors import OptionError
-from forebay.optim.compact import CARRY, COMPACT, LOW, CompactMaster
 from forebay.optim.gather import Flat, Table
+from forebay.optim.packed import COMPACT, F32, CompactMaster, Moment, Packed
 from forebay.optim.state import MASTER, STEP, Room, resident_column
 from forebay.optim.values import check_layout
 
@@ -132,7 +132,8 @@ def _divided(
 
     def size(place: int) -> int:
         inner = local(flat.parameters[place])
-        return rule.state_bytes(numbers[flat.groups[place]], options.master_format(inner.dtype), inner.numel())
+        master = options.master_format(inner.dtype)
+        return rule.state_bytes(numbers[flat.groups[place]], optimizer._formats, master, inner.numel())
 
     sizes = {place: size(place) for place in new}
     rooms = optimizer.state.rooms.values()
@@ -155,17 +156,21 @@ def _divided(
 def _add(optimizer: Optimizer, flat: Flat, new: list[int], numbers: list[list[float]], *, is_resident: bool) -> None:
     """Create a table for the parameters at these places of ``flat``."""
     engine, compute = optimizer._open()
-    options, state = optimizer._options, optimizer.state
+    options, state, rule = optimizer._options, optimizer.state, optimizer._rule
     parameters = [flat.parameters[place] for place in new]
     names = [optimizer._name(flat.groups[place], flat.positions[place]) for place in new]
     groups = [flat.groups[place] for place in new]
     inner = [local(parameter) for parameter in parameters]
     master = [options.master_format(tensor.dtype) for tensor in inner]
     columns = [
-        (*optimizer._rule.keeps(numbers[group]), *([MASTER] if has_master else []))
+        (*rule.keeps(numbers[group]), *([MASTER] if has_master else []))
         for group, has_master in zip(groups, master, strict=True)
     ]
-    compact: list[CompactMaster | None] = [None for _ in new]
+    formats = [
+        {**dict(zip(rule.columns, rule.formats_for(optimizer._formats, tensor.numel()), strict=True)), MASTER: of}
+        for tensor, of in zip(inner, master, strict=True)
+    ]
+    packed: list[dict[str, Packed]] = [{} for _ in new]
     views: list[dict[str, torch.Tensor]] = [{} for _ in new]
     if is_resident:
         for name, tensor in zip(names, inner, strict=True):
@@ -174,13 +179,14 @@ def _add(optimizer: Optimizer, flat: Flat, new: list[int], numbers: list[list[fl
                     f"{name} is on {tensor.device}, this optimizer computes on {compute}; placement 'resident' cannot "
                     "bring it there, use 'stream'"
                 )
-        compact = [
-            CompactMaster.resident(parameter) if of == COMPACT else None
-            for parameter, of in zip(parameters, master, strict=True)
-        ]
-        for parameter, kept, of, of_parameter in zip(parameters, columns, master, views, strict=True):
-            shown = [name for name in kept if not state.is_late(name) and not (name == MASTER and of == COMPACT)]
-            of_parameter.update((name, resident_column(parameter)) for name in shown)
+        for parameter, kept, of, as_f32, reduced in zip(parameters, columns, formats, views, packed, strict=True):
+            for name in kept:
+                if of[name] == COMPACT:
+                    reduced[name] = CompactMaster.resident(parameter)
+                elif of[name] != F32:
+                    reduced[name] = Moment.resident(rule, parameter, name, of[name])
+                elif not state.is_late(name):
+                    as_f32[name] = resident_column(parameter)
     # Where nothing goes through the device, a parameter on the host is updated in place.
     in_place = not is_gpu(compute) and options.host_fraction == 1.0 and not is_resident
     on_host = [tensor.device != compute or in_place for tensor in inner]
@@ -189,9 +195,14 @@ def _add(optimizer: Optimizer, flat: Flat, new: list[int], numbers: list[list[fl
     sizes = [tensor.numel() for tensor in inner]
     begun = time.perf_counter()
     faulted = _core.bytes_faulted_in()
-    to_pin = 0 if is_resident else sum(4 * size * len(kept) for size, kept in zip(sizes, columns, strict=True))
+    state_sizes = [
+        rule.state_bytes(numbers[group], optimizer._formats, of, size)
+        for group, of, size in zip(groups, master, sizes, strict=True)
+    ]
+    to_pin = 0 if is_resident else sum(state_sizes)
     with watch("pinning optimizer state", to_pin, lambda: _core.bytes_faulted_in() - faulted):
-        number = engine.add(list(zip(names, sizes, groups, master, on_host, strict=True)), numbers, is_resident)
+        tensors = list(zip(names, sizes, groups, master, on_host, new, strict=True))
+        number = engine.add(tensors, numbers, is_resident, optimizer._formats)
     logger.info(
         "%s: state of %d parameters, %d elements, created in %.2f s",
         optimizer._label,
@@ -200,7 +211,8 @@ def _add(optimizer: Optimizer, flat: Flat, new: list[int], numbers: list[list[fl
         time.perf_counter() - begun,
     )
     optimizer._tables.append(Table(parameters, is_resident=is_resident))
-    for index, (parameter, kept, of_parameter) in enumerate(zip(parameters, columns, views, strict=True)):
+    rows = zip(parameters, columns, formats, views, packed, strict=True)
+    for index, (parameter, kept, of, as_f32, reduced) in enumerate(rows):
         optimizer._homes[id(parameter)] = (number, index)
 
         def view(name: str, index: int = index) -> HostView:
@@ -209,11 +221,12 @@ def _add(optimizer: Optimizer, flat: Flat, new: list[int], numbers: list[list[fl
             return found
 
         for name in () if is_resident else kept:
-            if name == MASTER and master[index] == COMPACT:
-                compact[index] = CompactMaster.over(parameter, view(LOW), view(CARRY))
+            if of[name] == COMPACT:
+                reduced[name] = CompactMaster.over(parameter, view)
+            elif of[name] != F32:
+                reduced[name] = Moment.over(rule, parameter, name, of[name], view)
             else:
-                of_parameter[name] = state_like(parameter, host_tensor(view(name), inner[index]))
+                as_f32[name] = state_like(parameter, host_tensor(view(name), inner[index]))
         step = torch.frombuffer(view(STEP), dtype=torch.float32)[0]
-        size = optimizer._rule.state_bytes(numbers[groups[index]], master[index], sizes[index])
-        room = Room(parameter, kept, step, of_parameter, is_resident=is_resident, compact=compact[index], bytes=size)
+        room = Room(parameter, kept, step, as_f32, is_resident=is_resident, packed=reduced, bytes=state_sizes[index])
         state.place(room)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 import torch
 
@@ -13,11 +14,9 @@ from forebay import _core
 from forebay._checks import one_of, positive, share, switch, whole
 from forebay._device import BACKENDS, device_named, with_backend
 from forebay.errors import OptionError
-from forebay.optim.compact import COMPACT, F32
+from forebay.optim.packed import BF16, BLOCKS, COMPACT, F32
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
+StateFormat = torch.dtype | Literal["8bit"]
 Placement = Literal["stream", "resident", "host", "hybrid"]
 GradSource = Literal["grad", "decoupled_grad", "main_grad"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
@@ -37,7 +36,9 @@ class Keywords(TypedDict, total=False):
     chunk_bytes: int
     slots: int
     master_weights: bool | Literal["compact"] | None
-    state_dtype: torch.dtype
+    state_dtype: StateFormat | Mapping[str, StateFormat]
+    stochastic_rounding: bool
+    rounding_seed: int
     max_grad_norm: float | None
     skip_nonfinite: bool
     pinned_budget_bytes: int | None
@@ -73,6 +74,11 @@ class Options:
     # How much of the state stays on the device, in bytes or as a share.
     resident_bytes: int | None = None
     resident_fraction: float | None = None
+    # The format of the columns of state, by the engine's name; the second is of columns that have one of their own.
+    state_format: str = F32
+    column_formats: tuple[tuple[str, str], ...] = ()
+    # The seed with which columns in fewer bits are rounded at random; None to round them to nearest.
+    rounding_seed: int | None = None
 
     @property
     def is_resident(self) -> bool:
@@ -88,6 +94,16 @@ class Options:
     def updates_on_host(self) -> bool:
         """Whether the host updates any of the state."""
         return self.host_fraction != 0.0
+
+    @property
+    def reduces_state(self) -> bool:
+        """Whether any column is kept in fewer bits than f32."""
+        return {self.state_format, *dict(self.column_formats).values()} != {F32}
+
+    def formats_of(self, columns: Sequence[str], follows: Mapping[str, str]) -> list[str]:
+        """Return the format of each column. One without a format of its own has that of the column that it follows."""
+        named = dict(self.column_formats)
+        return [named.get(name, named.get(follows.get(name, name), self.state_format)) for name in columns]
 
     @property
     def has_compact_masters(self) -> bool:
@@ -117,6 +133,11 @@ class Options:
                 f"master_weights='compact' is not for {name.removeprefix('torch:').rstrip('!')} through torch, whose "
                 "operations take f32 masters; use master_weights=True"
             )
+        if name.startswith("torch:") and self.reduces_state:
+            raise OptionError(
+                f"state_dtype is not for {name.removeprefix('torch:').rstrip('!')} through torch, whose operations "
+                "take f32 state; leave it out"
+            )
         return _core.Optimizer(name, rule, self)
 
 
@@ -139,7 +160,19 @@ def check_options(owner: type, given: Mapping[str, Any], call: str = "") -> Opti
             hint = f"; did you mean {near[0]!r}?" if near else ""
             call = call or f"{owner.__qualname__}.__init__()"
             raise TypeError(f"{call} got an unexpected keyword argument {name!r}{hint}")
-    return resolve(**given)
+    options = resolve(**given)
+    _check_columns(owner, options)
+    return options
+
+
+def _check_columns(owner: type, options: Options) -> None:
+    """Raise if a format is given for a column that the optimizer's rule does not have."""
+    known = _core.Rule(owner.rule).columns if hasattr(owner, "rule") else []
+    for name, _ in options.column_formats:
+        if name not in known:
+            raise OptionError(
+                f"invalid state_dtype: {owner.__name__} has no column {name!r}; it has {', '.join(known)}"
+            )
 
 
 def resolve(
@@ -148,7 +181,9 @@ def resolve(
     chunk_bytes: int = 16 << 20,
     slots: int = 4,
     master_weights: bool | str | None = None,
-    state_dtype: torch.dtype = torch.float32,
+    state_dtype: StateFormat | Mapping[str, StateFormat] = torch.float32,
+    stochastic_rounding: bool = False,
+    rounding_seed: int = 0,
     max_grad_norm: float | None = None,
     skip_nonfinite: bool = False,
     pinned_budget_bytes: int | None = None,
@@ -169,8 +204,17 @@ def resolve(
     whole("slots", slots, 2)
     if backend is not None:
         one_of("backend", backend, BACKENDS)
-    if state_dtype != torch.float32:
-        raise OptionError(f"invalid state_dtype: {state_dtype}; state is kept in torch.float32")
+    one_format, by_column = _check_formats(state_dtype)
+    whole("rounding_seed", rounding_seed, 0)
+    if rounding_seed >= 1 << 63:
+        raise OptionError(f"invalid rounding_seed: {rounding_seed}; give a whole number below 2**63")
+    if not isinstance(stochastic_rounding, bool):
+        raise OptionError(f"invalid stochastic_rounding: {stochastic_rounding!r}; use True or False")
+    if stochastic_rounding and {one_format, *dict(by_column).values()} == {F32}:
+        raise OptionError(
+            "stochastic_rounding=True needs state in fewer bits, and all of it is f32; give "
+            "state_dtype=torch.bfloat16 or '8bit', or leave it out"
+        )
     if skip_nonfinite and max_grad_norm is None:
         raise OptionError(NO_NORM)
     if pinned_budget_bytes is not None:
@@ -196,7 +240,27 @@ def resolve(
         backend=backend,
         resident_bytes=resident_bytes,
         resident_fraction=resident_fraction,
+        state_format=one_format,
+        column_formats=by_column,
+        rounding_seed=rounding_seed if stochastic_rounding else None,
     )
+
+
+def _check_formats(value: Any) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """Return the engine's name of the format of all columns, and of those that have their own."""
+    if isinstance(value, Mapping):
+        for column in value:
+            if not isinstance(column, str):
+                raise OptionError(f"invalid state_dtype: column {column!r}; give names of columns, such as 'exp_avg'")
+        return F32, tuple((name, _format(one, f" for {name}")) for name, one in value.items())
+    return _format(value, ", or a dict of these by column"), ()
+
+
+def _format(value: Any, more: str) -> str:
+    known = {torch.float32: F32, torch.bfloat16: BF16, "8bit": BLOCKS}
+    if not isinstance(value, (torch.dtype, str)) or value not in known:
+        raise OptionError(f"invalid state_dtype: {value!r}; use torch.float32, torch.bfloat16 or '8bit'{more}")
+    return known[value]
 
 
 def _check_resident(placement: str, size: object, fraction: object) -> None:

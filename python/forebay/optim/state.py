@@ -15,12 +15,13 @@ from collections import defaultdict
 from collections.abc import ItemsView, MutableMapping, ValuesView
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from forebay._tensors import address, dense_strides, follow_weight, is_dtensor, local, state_like
-from forebay.optim.compact import CompactMaster
+from forebay.optim.packed import F32, Packed
 from forebay.optim.values import check_assigned, copy_into
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ STEP = "step"
 class ParameterState(dict[str, Any]):
     """The state of one parameter. Its tensors stay in place: an assigned tensor is copied into them.
 
-    A compact master is read as an f32 copy: writing into the copy changes nothing.
+    A packed column is read as an f32 copy: writing into the copy changes nothing.
     """
 
     def __init__(self, state: State, parameter: torch.Tensor) -> None:
@@ -49,7 +50,7 @@ class ParameterState(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
-        if not isinstance(value, CompactMaster):
+        if not isinstance(value, Packed):
             return value
         if self.state is not None:
             self.state._optimizer._settle(self.parameter)
@@ -127,14 +128,20 @@ class Room:
     origins: dict[str, torch.Tensor] = field(default_factory=dict)
     # Whether the memory is torch's, on the parameter's device.
     is_resident: bool = False
-    # The memory of the master, if it is compact; there is no view of it then.
-    compact: CompactMaster | None = None
+    # The columns that are kept in fewer bits than f32, by name; there is no view of these.
+    packed: dict[str, Packed] = field(default_factory=dict)
     # Bytes of the columns.
     bytes: int = 0
     # A dict that was removed and still shows this memory.
     taken: weakref.ref[ParameterState] | None = None
     # The engine's number of the places that the tensors above have; see `State.follow`.
     generation: int = 0
+
+    @property
+    def formats(self) -> str:
+        """The formats of the columns without the master, each once."""
+        found = [F32 if (packed := self.packed.get(name)) is None else packed.format for name in self.own]
+        return "+".join(dict.fromkeys(found))
 
     @property
     def own(self) -> list[str]:
@@ -166,7 +173,7 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
         # Parameters without an update yet, if the rule's state appears late.
         self.hidden: set[int] = set()
         self._shows_hidden = False
-        # Whether compact masters are shown as tensors that stand for them.
+        # Whether packed columns are shown as tensors that stand for them.
         self.stands_in = False
         # Whether state was removed and must be reset before the next step.
         self.edited = False
@@ -198,6 +205,8 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
                 for name, origin in room.origins.items():
                     if origin.numel() and (view := engine.view(number, index, name)) is not None:
                         self._move(room, name, torch.frombuffer(view, dtype=torch.float32))
+                for packed in () if room.is_resident else room.packed.values():
+                    packed.follow(partial(engine.view, number, index))
                 room.generation = generation
         if parameter is None:
             self._generation = generation
@@ -326,14 +335,17 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
             if value is None:
                 self.start_anew(room, name)
                 return None
-            if name == MASTER and room.compact is not None:
-                room.compact.write(value)
-                return room.compact
-            copy_into(value, self.view(room, name))
+            self._copy_into(room, name, value)
             if self.is_late(name) and id(parameter) in self.hidden:
                 room.counter.fill_(1)
                 self.hidden.discard(id(parameter))
-        return self.view(room, name)
+        return self.shown_value(room, name)
+
+    def _copy_into(self, room: Room, name: str, value: Any) -> None:
+        if (packed := room.packed.get(name)) is not None:
+            packed.write(value)
+        else:
+            copy_into(value, self.view(room, name))
 
     def _take_out(self, parameter: torch.Tensor) -> None:
         """Detach a parameter's dict from the state; it is then an ordinary dict."""
@@ -343,8 +355,9 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
         self._optimizer._settle(parameter)
         live.state, self.edited = None, True
         room = self.rooms[id(parameter)]
-        if room.compact is not None and MASTER in live:
-            dict.__setitem__(live, MASTER, room.compact.read())
+        for name, packed in room.packed.items():
+            if name in live:
+                dict.__setitem__(live, name, packed.read())
         room.taken = weakref.ref(live)
         if self._optimizer.is_closed:
             self._forget(room)
@@ -369,9 +382,9 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
         is_hidden = id(room.parameter) in self.hidden and not self._shows_hidden
         return first + [name for name in room.columns if not (is_hidden and self.is_late(name))]
 
-    def shown_value(self, room: Room, name: str) -> torch.Tensor | CompactMaster:
-        """Return what a parameter's dict has under a name: ``view``, or a compact master."""
-        return room.compact if name == MASTER and room.compact is not None else self.view(room, name)
+    def shown_value(self, room: Room, name: str) -> torch.Tensor | Packed:
+        """Return what a parameter's dict has under a name: ``view``, or a packed column."""
+        return room.packed[name] if name in room.packed else self.view(room, name)
 
     def view(self, room: Room, name: str) -> torch.Tensor:
         """Return the tensor over a column's memory, or the counter. A missing resident column is created."""
@@ -387,7 +400,7 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
         found: list[int] = []
         for name in room.columns:
             shown = self.shown_value(room, name)
-            parts = dict.values(shown) if isinstance(shown, CompactMaster) else (local(shown),)
+            parts = dict.values(shown) if isinstance(shown, Packed) else (local(shown),)
             found += map(address, parts)
         return found
 
@@ -420,10 +433,8 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
         self.fresh.discard(number)
         found = [name for name in room.columns if values.get(name) is not None]
         for name in room.columns:
-            if name in found and name == MASTER and room.compact is not None:
-                room.compact.write(values[name])
-            elif name in found:
-                copy_into(values[name], self.view(room, name))
+            if name in found:
+                self._copy_into(room, name, values[name])
             else:
                 self.start_anew(room, name, zeroed=zeroed)
         if rule.shows_step:
@@ -438,13 +449,13 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
     def start_anew(self, room: Room, name: str, *, zeroed: bool = False) -> None:
         """Reset one column, or the counter, to its value before the first update."""
         number = id(room.parameter)
-        if name == MASTER and room.compact is not None:
-            if not zeroed:
-                room.compact.reset()
-            return
         if self.is_late(name):
             room.counter.zero_()
             self.hidden.add(number)
+        if (packed := room.packed.get(name)) is not None:
+            if not zeroed:
+                packed.reset()
+            return
         if self.is_late(name) and room.is_resident:
             self._drop_view(room, name)
         elif not zeroed:
@@ -506,7 +517,7 @@ class State(defaultdict["torch.Tensor", dict[str, Any]]):
 
         The state is not empty: for empty state, torch takes a step with gradients of zero, which would make state
         appear. With ``whole``, columns that appear late are visible too, so that they can be loaded. Columns that were
-        not loaded are hidden again. Compact masters are shown as tensors that stand for them.
+        not loaded are hidden again. Packed columns are shown as tensors that stand for them.
         """
         self._shows_hidden, self.stands_in = whole, True
         for number in list(self.hidden) if whole else ():

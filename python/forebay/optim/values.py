@@ -58,11 +58,8 @@ def check_assigned(optimizer: Optimizer, parameter: torch.Tensor, name: str, val
         return
     if not fits(parameter, value):
         check_layout(optimizer._name_of(parameter), parameter, name, value, " as assigned")
-    if name == "master_param" and room.compact is not None and not room.compact.rounds_to_weight(value):
-        raise OptionError(
-            f"the tensor assigned to {name} of {optimizer._name_of(parameter)} does not round to the parameter, which "
-            "has the upper half of a compact master; set the parameter first"
-        )
+    if name in room.packed and (reason := room.packed[name].refuses(value)) is not None:
+        raise OptionError(f"the tensor assigned to {name} of {optimizer._name_of(parameter)} {reason}")
     if name in room.views:
         check_memory(local(room.views[name]), f"{name} of a parameter")
     if state.owner(value) not in (None, (id(parameter), name)):

@@ -10,7 +10,7 @@ import torch
 import forebay
 from forebay import _core, checkpoint
 from forebay.checkpoint import writer
-from forebay.optim.compact import CompactMaster
+from forebay.optim.packed import CompactMaster
 from support.checkpoint import Net, files, folders, pair, read_manifest, snapshot, train
 from support.tensors import assert_same, random
 
@@ -108,7 +108,7 @@ def test_a_load_that_breaks_off_makes_the_state_distrusted(tmp_path: Path) -> No
     model, optimizer = make()
     train(model, optimizer, range(3))
     checkpoint.save(tmp_path, model, optimizer)
-    damaged = next(file for file in files(tmp_path / folders(tmp_path)[-1]) if "masters" in file.name)
+    damaged = next(file for file in files(tmp_path / folders(tmp_path)[-1]) if "packed" in file.name)
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)

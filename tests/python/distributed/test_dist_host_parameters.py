@@ -60,7 +60,7 @@ def train(on_host: list[bool], scale: float | None) -> tuple[list[torch.Tensor],
     engine = _core.Optimizer("cpu", "adamw", OPTIONS)
     engine.open_ring(0, None, 0)
     tensors = [
-        (f"parameter {i}", spec.elements, spec.group, "" if spec.dtype == torch.float32 else "f32", is_there)
+        (f"parameter {i}", spec.elements, spec.group, "" if spec.dtype == torch.float32 else "f32", is_there, i)
         for i, (spec, is_there) in enumerate(zip(SPECS, on_host, strict=True))
     ]
     table = engine.add(tensors, GROUPS)
@@ -112,7 +112,7 @@ def test_parameters_on_the_host_travel_through_the_ring():
         parameter, gradient = torch.ones(10_000), torch.ones(10_000)
         engine = _core.Optimizer("cpu", "adamw", OPTIONS)
         engine.open_ring(0, None, 0)
-        engine.add([("weight", 10_000, 0, "", on_host)], GROUPS)
+        engine.add([("weight", 10_000, 0, "", on_host, 0)], GROUPS)
         engine.step([(look([parameter]), look([gradient]), [0])], GROUPS, 0, 0)
         chunks.append(engine.stats()["chunks"])
         engine.close()

@@ -597,6 +597,7 @@ mod tests {
             elements: ELEMENTS,
             columns: columns.clone(),
             on_host: true,
+            number: i as u64,
         };
         let plan = StepPlan::new((0..4).map(spec).collect(), options).unwrap();
         let table = super::super::StateTable::pinned(&memory, rule, Arc::new(plan)).unwrap();

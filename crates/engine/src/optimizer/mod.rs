@@ -71,6 +71,8 @@ pub struct OptimizerOptions {
     pub pinned_budget_bytes: Option<u64>,
     /// The host's threads, for placements that use them.
     pub host: HostOptions,
+    /// The seed with which columns in fewer bits than an f32 are rounded at random; `None` to round them to nearest.
+    pub rounding_seed: Option<u64>,
 }
 
 impl Default for OptimizerOptions {
@@ -80,6 +82,7 @@ impl Default for OptimizerOptions {
             plan: PlanOptions::default(),
             pinned_budget_bytes: None,
             host: HostOptions::default(),
+            rounding_seed: None,
         }
     }
 }
@@ -362,7 +365,7 @@ impl Optimizer {
         } else {
             self.pin_table(&mut inner, plan)?
         };
-        inner.tables.push(Arc::new(table));
+        inner.tables.push(Arc::new(table.rounded_with(self.options.rounding_seed)));
         Ok(inner.tables.len() - 1)
     }
 
@@ -471,6 +474,7 @@ impl Optimizer {
             for (tensor, spec) in table.plan().tensors().iter().enumerate() {
                 if let Some(binding) = &mut input.tensors[tensor] {
                     binding.scalars = sets.advance(powers, binding.group, &mut steps[tensor], spec.elements)?;
+                    binding.step = steps[tensor] as u64;
                 }
             }
             counters.push(steps);

@@ -9,7 +9,8 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
-use forebay_device::update::{MASTER_CARRY, MASTER_LOW};
+use forebay_device::update::format::random_key;
+use forebay_device::update::{MASTER_CARRY, MASTER_LOW, MAX_COLUMNS};
 use forebay_device::{
     Buffer, Column, MasterFormat, Region, Rule, RuleColumn, SharedDevice, Slab, SlabLayout, StateFormat,
 };
@@ -33,6 +34,8 @@ pub struct StateTable {
     plan: Arc<StepPlan>,
     /// Which operand of a segment each column of each bucket is.
     operands: Vec<Vec<Operand>>,
+    /// The seed with which columns in fewer bits are rounded at random; `None` to round them to nearest.
+    rounding_seed: Option<u64>,
     memory: TableMemory,
     save: SaveWatch,
 }
@@ -83,7 +86,22 @@ impl StateTable {
 
     fn build(device: SharedDevice, rule: &'static Rule, plan: Arc<StepPlan>, memory: TableMemory) -> Self {
         let operands = plan.buckets().iter().map(|bucket| operands(rule, &bucket.columns)).collect();
-        Self { device, rule, plan, operands, memory, save: SaveWatch::default() }
+        Self { device, rule, plan, operands, rounding_seed: None, memory, save: SaveWatch::default() }
+    }
+
+    /// The same with columns in fewer bits rounded at random, if there is a seed.
+    pub fn rounded_with(self, rounding_seed: Option<u64>) -> Self {
+        Self { rounding_seed, ..self }
+    }
+
+    /// The keys of the random numbers for a tensor's columns at one step, where they are rounded at random.
+    pub(super) fn keys(&self, tensor: usize, step: u64) -> Option<[u32; MAX_COLUMNS]> {
+        let seed = self.rounding_seed?;
+        let reduced =
+            |operand: &Operand| matches!(operand, Operand::Column(_, StateFormat::Bf16 | StateFormat::Blocks));
+        let number = self.plan.tensors()[tensor].number;
+        let keys = || std::array::from_fn(|column| random_key(seed, step, column as u32, number));
+        self.operands(tensor).iter().any(reduced).then(keys)
     }
 
     /// The rule that updates it.

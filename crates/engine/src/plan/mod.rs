@@ -8,5 +8,6 @@ pub use activations::{
     PassEvent, PassSample, TensorCost,
 };
 pub use step::{
-    ALIGN_ELEMENTS, Bucket, Chunk, HOST_OPERANDS, Home, Piece, PlanOptions, StepPlan, TensorSpec, state_bytes,
+    ALIGN_ELEMENTS, Bucket, Chunk, HOST_OPERANDS, Home, Piece, PlanOptions, StepPlan, TensorSpec, columns_for,
+    formats_for, state_bytes,
 };

@@ -9,7 +9,8 @@ use std::fmt;
 use std::fmt::Write as _;
 use std::ops::Range;
 
-use forebay_device::{ALIGN_BYTES, Column, PIECE_BYTES};
+use forebay_device::update::{BLOCK, MAX_COLUMNS};
+use forebay_device::{ALIGN_BYTES, Column, MasterFormat, PIECE_BYTES, Rule, StateFormat};
 use serde::ser::SerializeStruct;
 use serde::{Serialize, Serializer};
 
@@ -40,6 +41,8 @@ pub struct TensorSpec {
     pub columns: Vec<Column>,
     /// Whether the parameter and its gradient lie on the host and travel through the slot with the state.
     pub on_host: bool,
+    /// Its place among the parameters of its optimizer: random numbers depend on it, so it is the same in every run.
+    pub number: u64,
 }
 
 /// What the user asks for.
@@ -122,6 +125,24 @@ pub struct StepPlan {
 /// Where a tensor starts in its arenas: at a line of the cache, and at a block of every column.
 fn align_elements(columns: &[Column]) -> u64 {
     columns.iter().map(|column| u64::from(column.block)).fold(ALIGN_ELEMENTS, u64::max)
+}
+
+/// The formats in which a parameter of this many elements keeps the columns of its rule, where these are asked for. One
+/// that has not a whole block keeps f32: its scale would be no smaller part of it.
+pub fn formats_for(wanted: [StateFormat; MAX_COLUMNS], elements: u64) -> [StateFormat; MAX_COLUMNS] {
+    let block = |format: StateFormat| if format == StateFormat::Blocks { u64::from(BLOCK) } else { 0 };
+    wanted.map(|format| if elements < block(format) { StateFormat::F32 } else { format })
+}
+
+/// The columns of a parameter of this many elements, in a group with these numbers.
+pub fn columns_for(
+    rule: &Rule,
+    hypers: &[f64],
+    wanted: [StateFormat; MAX_COLUMNS],
+    master: MasterFormat,
+    elements: u64,
+) -> Vec<Column> {
+    rule.kept_as(hypers, formats_for(wanted, elements), master)
 }
 
 /// Bytes of state of this many elements.

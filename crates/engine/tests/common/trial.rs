@@ -172,6 +172,7 @@ impl Scenario {
             elements: tensor.elements,
             columns: self.columns(i),
             on_host: tensor.on_host,
+            number: i as u64,
         };
         self.tensors.iter().enumerate().map(spec).collect()
     }

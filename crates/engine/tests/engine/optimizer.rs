@@ -545,8 +545,13 @@ fn columns_that_are_not_the_rule_s_are_refused_by_name() {
         (vec![mean, square, MASTER_LOW, MASTER_CARRY, largest], "its columns are not in the order of adamw"),
     ] {
         for placement in PLACEMENTS {
-            let tensor =
-                |name: &str, columns| TensorSpec { name: name.to_owned(), elements: 10, columns, on_host: false };
+            let tensor = |name: &str, columns| TensorSpec {
+                name: name.to_owned(),
+                elements: 10,
+                columns,
+                on_host: false,
+                number: 0,
+            };
             let tensors = vec![tensor("whole", adamw.kept(adamw.defaults, false)), tensor("bare", columns.clone())];
             let optimizer = within(&on, placement, 1 << 30);
             let error = optimizer.add(tensors).unwrap_err();

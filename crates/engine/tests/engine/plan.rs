@@ -23,7 +23,7 @@ fn spec(name: &str, elements: u64, amsgrad: bool, master: bool) -> TensorSpec {
     let adamw = Rule::named("adamw").unwrap();
     let mut hypers = adamw.defaults.to_vec();
     hypers[6] = f64::from(u8::from(amsgrad));
-    TensorSpec { name: name.to_owned(), elements, columns: adamw.kept(&hypers, master), on_host: false }
+    TensorSpec { name: name.to_owned(), elements, columns: adamw.kept(&hypers, master), on_host: false, number: 0 }
 }
 
 /// The columns of AdamW, or none, or such that no rule has yet.
@@ -63,7 +63,13 @@ fn tensors() -> impl Strategy<Value = Vec<TensorSpec>> {
     prop::collection::vec(tensor, 0..60).prop_map(|tensors| {
         let named = tensors.into_iter().enumerate();
         named
-            .map(|(i, (elements, columns, on_host))| TensorSpec { name: format!("p{i}"), elements, columns, on_host })
+            .map(|(i, (elements, columns, on_host))| TensorSpec {
+                name: format!("p{i}"),
+                elements,
+                columns,
+                on_host,
+                number: i as u64,
+            })
             .collect()
     })
 }
@@ -270,7 +276,7 @@ fn as_json(plan: &StepPlan) -> Value {
     let columns = |columns: &[Column]| columns.iter().map(column).collect::<Value>();
     let range = |range: &std::ops::Range<usize>| json!({"start": range.start, "end": range.end});
     let PlanOptions { slot_bytes, slots, arena_limit_bytes } = plan.options();
-    let tensor = |t: &TensorSpec| json!({"name": t.name, "elements": t.elements, "columns": columns(&t.columns), "on_host": t.on_host});
+    let tensor = |t: &TensorSpec| json!({"name": t.name, "elements": t.elements, "columns": columns(&t.columns), "on_host": t.on_host, "number": t.number});
     let home = |i: usize| json!({"bucket": plan.home(i).bucket, "start": plan.home(i).start});
     let bucket = |b: &Bucket| {
         let columns = columns(&b.columns);
@@ -326,7 +332,7 @@ fn a_slot_too_small_for_one_unit_of_every_column_is_refused_with_what_is_needed(
         let plan = |slot_bytes: u64| {
             let options = PlanOptions { slot_bytes, ..PlanOptions::default() };
             let (name, columns) = ("p".to_owned(), columns.clone());
-            StepPlan::new(vec![TensorSpec { name, elements: 10, columns, on_host }], options)
+            StepPlan::new(vec![TensorSpec { name, elements: 10, columns, on_host, number: 0 }], options)
         };
         plan(needed).unwrap();
         for short in [0, 1, needed - 1] {
@@ -348,7 +354,13 @@ fn the_default_arena_fits_one_registration() {
 #[test]
 fn tensors_without_any_columns_are_planned() {
     for (on_host, slot_bytes) in [(false, 1024), (true, 1024)] {
-        let bare = |name: &str, elements| TensorSpec { name: name.to_owned(), elements, columns: Vec::new(), on_host };
+        let bare = |name: &str, elements| TensorSpec {
+            name: name.to_owned(),
+            elements,
+            columns: Vec::new(),
+            on_host,
+            number: 0,
+        };
         let tensors = vec![bare("a", 100), spec("p", 10, false, false), bare("b", 200)];
         let options = PlanOptions { slot_bytes, ..PlanOptions::default() };
         let plan = StepPlan::new(tensors, options).unwrap();
@@ -366,7 +378,7 @@ fn tensors_without_any_columns_are_planned() {
 fn a_column_of_blocks_cuts_where_blocks_end() {
     let tensor = |name: &str, elements| {
         let columns = vec![Column::f32("exp_avg"), SCALE];
-        TensorSpec { name: name.to_owned(), elements, columns, on_host: false }
+        TensorSpec { name: name.to_owned(), elements, columns, on_host: false, number: 0 }
     };
     // 512 elements to a chunk: 2048 bytes of f32, and 4 of scales in 256.
     let options = PlanOptions { slot_bytes: 4096, slots: 2, ..PlanOptions::default() };
@@ -388,7 +400,7 @@ fn a_column_of_blocks_cuts_where_blocks_end() {
 fn a_chunk_of_narrow_columns_fills_its_slot() {
     let adamw = Rule::named("adamw").unwrap();
     let columns = adamw.kept(adamw.defaults, MasterFormat::Compact);
-    let tensor = TensorSpec { name: "p".to_owned(), elements: 3_000_000, columns, on_host: false };
+    let tensor = TensorSpec { name: "p".to_owned(), elements: 3_000_000, columns, on_host: false, number: 0 };
     let options = PlanOptions::default();
     let plan = StepPlan::new(vec![tensor], options).unwrap();
     assert_eq!(plan.payload_bytes(), 3_000_000 * 10 + 375_000);

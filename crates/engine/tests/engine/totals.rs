@@ -29,7 +29,9 @@ fn host_optimizer(device: &SharedDevice) -> Optimizer {
     let options = OptimizerOptions { placement: Placement::Host, plan, ..OptimizerOptions::default() };
     let optimizer = Optimizer::new(device.clone(), rule, options).unwrap();
     let columns = rule.columns.to_vec();
-    optimizer.add(vec![TensorSpec { name: "weight".to_owned(), elements: 1000, columns, on_host: false }]).unwrap();
+    optimizer
+        .add(vec![TensorSpec { name: "weight".to_owned(), elements: 1000, columns, on_host: false, number: 0 }])
+        .unwrap();
     optimizer
 }
 

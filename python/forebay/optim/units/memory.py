@@ -54,7 +54,7 @@ def _pin(nbytes: int, device: torch.device) -> _core.HostView:
     # A table needs the engine's ring, if only while it is made.
     ring = torch.empty(engine.ring_bytes(), dtype=torch.uint8, device=device) if is_gpu(device) else None
     engine.open_ring(0 if ring is None else address(ring), ring, stream_handle(device))
-    table = engine.add([("state", -(-nbytes // 4), 0, "", False)], [list(_RULE.defaults)])
+    table = engine.add([("state", -(-nbytes // 4), 0, "", False, 0)], [list(_RULE.defaults)])
     view = engine.view(table, 0, _RULE.columns[0])
     engine.close()
     assert view is not None

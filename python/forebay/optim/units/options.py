@@ -25,6 +25,8 @@ REMEDIES = {
     "slots": "there are always three units on the device",
     "master_weights": "its step knows no masters; keep the parameters in float32, or leave this out",
     "state_dtype": "its step decides the type of its state",
+    "stochastic_rounding": "its step decides the type of its state",
+    "rounding_seed": "its step decides the type of its state",
     "max_grad_norm": "clip with torch.nn.utils.clip_grad_norm_ before the step",
     "skip_nonfinite": "check the gradients before the step",
     "grad_source": "its step reads the attribute grad",

@@ -207,7 +207,7 @@ impl Optimizer {
         }
         let numbers = step.numbers(&layout, tensor, binding.group)?;
         // What is done again has the scale of the commit.
-        (binding.scalars, binding.early) = (numbers.set, !step.guesses);
+        (binding.scalars, binding.step, binding.early) = (numbers.set, numbers.steps as u64, !step.guesses);
         (step.offered[tensor], step.grad_bytes[tensor]) = (Some(numbers), binding.grad.bytes());
         groups[tensor] = Some(numbers.group);
         let (scalars, mark) = (step.unsent(), after.map(|_| ready[tensor].clone()));
@@ -267,7 +267,8 @@ impl Optimizer {
                     (None, Some(offered)) => steps[place] = offered.steps,
                     (Some(binding), None) => {
                         let numbers = of_step.numbers(&layout, tensor, binding.group)?;
-                        (binding.scalars, steps[place]) = (numbers.set, numbers.steps);
+                        (binding.scalars, binding.step) = (numbers.set, numbers.steps as u64);
+                        steps[place] = numbers.steps;
                         groups[tensor] = Some(numbers.group);
                         tensors.push(tensor);
                     }

@@ -16,6 +16,7 @@ fn plan(elements: &[u64]) -> StepPlan {
         elements,
         columns: rule.kept(rule.defaults, i % 3 == 0),
         on_host: false,
+        number: 0,
     };
     let options = PlanOptions { slots: 2, slot_bytes: 4096, ..PlanOptions::default() };
     StepPlan::new(elements.iter().enumerate().map(spec).collect(), options).unwrap()
