@@ -61,7 +61,7 @@ class Packed(dict[str, torch.Tensor], ABC):
         inner = local(self.parameter).detach()
         strides, elements = dense_strides(inner), inner.numel()
         flat = torch.empty(elements, dtype=torch.float32, device=CPU)
-        self._check_awake()
+        self.check_awake()
         if elements:
             self._widen([part.to(CPU) for part in self.values()], flat)
         values = torch.as_strided(flat.to(self._device), inner.shape, strides)
@@ -73,7 +73,7 @@ class Packed(dict[str, torch.Tensor], ABC):
         other = standing_for(value)
         if not inner.numel() or other is self:
             return
-        self._check_awake()
+        self.check_awake()
         value = value if other is None else other.read()
         numbers = torch.empty_strided(inner.shape, dense_strides(inner), dtype=torch.float32, device=CPU)
         numbers.copy_(local(value).detach().reshape(inner.shape))
@@ -130,7 +130,7 @@ class Packed(dict[str, torch.Tensor], ABC):
     def _device(self) -> torch.device:
         return next(iter(self.values())).device
 
-    def _check_awake(self) -> None:
+    def check_awake(self) -> None:
         """Raise if memory was taken away, as from a sleeping model."""
         for part in self.values():
             check_memory(part, f"{self.column} of a parameter, kept as {self.format},")
@@ -253,7 +253,8 @@ class CompactMaster(Packed):
             return None
         return "does not round to the parameter, which has the upper half of a compact master; set the parameter first"
 
-    def _check_awake(self) -> None:
+    def check_awake(self) -> None:
+        """Raise if memory was taken away, as from a sleeping model."""
         check_memory(local(self.parameter), "a parameter with a compact master")
         for part in self.values():
             check_memory(part, "a compact master")
