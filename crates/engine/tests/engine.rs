@@ -15,6 +15,8 @@ mod activations;
 mod checkpoint;
 #[path = "engine/faults.rs"]
 mod faults;
+#[path = "engine/formats.rs"]
+mod formats;
 #[path = "engine/host.rs"]
 mod host;
 #[path = "engine/optimizer.rs"]

@@ -4,10 +4,12 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use forebay::device::update::format::{bf16_at_random, random, random_key, scale_of};
 use forebay::device::update::master::{join, split};
-use forebay::device::update::{MASTER, MASTER_CARRY, MASTER_LOW, MAX_COLUMNS, MAXIMIZE};
+use forebay::device::update::{BLOCK, MASTER, MASTER_CARRY, MASTER_LOW, MAX_COLUMNS, MAXIMIZE};
 use forebay::device::{
-    Column, Dtype, HostOptions, Kernel, MasterFormat, Region, Rule, ScalarInputs, Scalars, SharedDevice, Stream,
+    Column, Dtype, HostOptions, Kernel, MasterFormat, Region, Rule, RuleColumn, ScalarInputs, Scalars, SharedDevice,
+    StateFormat, Stream,
 };
 use forebay::flow::RunStats;
 use forebay::optimizer::{Binding, Optimizer, OptimizerOptions, OptimizerStats, Placement, StepFlags, TableInput};
@@ -25,6 +27,8 @@ pub(crate) struct Tensor {
     /// Whether its group has numbers with which the rule keeps every column that it has.
     pub(crate) full: bool,
     pub(crate) master: MasterFormat,
+    /// How each column of the rule is kept.
+    pub(crate) formats: [StateFormat; MAX_COLUMNS],
     /// Whether parameter and gradients lie on the host.
     pub(crate) on_host: bool,
 }
@@ -35,7 +39,8 @@ impl Tensor {
     }
 
     pub(crate) const fn of(elements: u64, param: Dtype, grad: Dtype) -> Self {
-        Self { elements, param, grad, full: false, master: MasterFormat::None, on_host: false }
+        let formats = [StateFormat::F32; MAX_COLUMNS];
+        Self { elements, param, grad, full: false, master: MasterFormat::None, formats, on_host: false }
     }
 
     pub(crate) const fn full(self) -> Self {
@@ -48,6 +53,14 @@ impl Tensor {
 
     pub(crate) const fn compact(self) -> Self {
         Self { master: MasterFormat::Compact, ..self }
+    }
+
+    pub(crate) const fn kept_as(self, format: StateFormat) -> Self {
+        self.kept([format; MAX_COLUMNS])
+    }
+
+    pub(crate) const fn kept(self, formats: [StateFormat; MAX_COLUMNS]) -> Self {
+        Self { formats, ..self }
     }
 
     pub(crate) const fn on_host(self) -> Self {
@@ -77,6 +90,32 @@ pub(crate) fn mixed_tensors() -> Vec<Tensor> {
         Tensor::of(900, Bf16, F32).compact().full(),
         Tensor::of(3, Bf16, F16).compact(),
         Tensor::of(0, Bf16, Bf16).compact(),
+        Tensor::of(2222, Bf16, Bf16).master().kept_as(StateFormat::Bf16),
+        Tensor::f32(1001).full().kept([StateFormat::F32, StateFormat::Bf16, StateFormat::F32]),
+    ]
+}
+
+/// Every format of state, with and without masters and all columns, in numbers of elements around those of a block.
+pub(crate) fn reduced_tensors() -> Vec<Tensor> {
+    use Dtype::{Bf16, F16, F32};
+    use StateFormat::{Bf16 as Half, Blocks, F32 as Full};
+    vec![
+        Tensor::f32(4097).kept_as(Blocks),
+        Tensor::f32(0).kept_as(Blocks),
+        Tensor::f32(1).kept_as(Half),
+        Tensor::of(3000, Bf16, Bf16).master().kept_as(Blocks),
+        Tensor::of(777, Bf16, F32).master().full().kept_as(Blocks),
+        Tensor::of(2500, F16, F16).master().kept_as(Half),
+        Tensor::of(1234, F16, F32).kept_as(Blocks),
+        Tensor::f32(1500),
+        Tensor::of(3001, Bf16, Bf16).compact().kept_as(Blocks),
+        Tensor::of(900, Bf16, F32).compact().full().kept([Blocks, Half, Full]),
+        Tensor::f32(255).kept_as(Blocks),
+        Tensor::f32(256).full().kept([Full, Blocks, Half]),
+        Tensor::f32(257).kept([Half, Blocks, Blocks]),
+        Tensor::of(5000, F32, Bf16).full().kept_as(Half),
+        Tensor::of(2100, Bf16, Bf16).kept_as(Half),
+        Tensor::of(65, Bf16, F16).compact().kept_as(Half),
     ]
 }
 
@@ -142,6 +181,8 @@ pub(crate) struct Scenario {
     pub(crate) second_table: Option<usize>,
     /// Whether the state of the second table is on the device.
     pub(crate) second_resident: bool,
+    /// The seed with which reduced columns are rounded at random.
+    pub(crate) rounding_seed: Option<u64>,
 }
 
 impl Scenario {
@@ -158,6 +199,7 @@ impl Scenario {
             counter: |_| 0,
             second_table: None,
             second_resident: false,
+            rounding_seed: None,
         }
     }
 
@@ -196,7 +238,8 @@ impl Scenario {
     }
 
     pub(crate) fn columns(&self, tensor: usize) -> Vec<Column> {
-        self.rule.kept(&self.groups[self.group(tensor)], self.tensors[tensor].master)
+        let Tensor { formats, master, .. } = self.tensors[tensor];
+        self.rule.kept_as(&self.groups[self.group(tensor)], formats, master)
     }
 
     /// The groups with a rate that changes at every step.
@@ -218,13 +261,16 @@ impl Scenario {
     }
 
     /// State before the first step. Not zero: a misplaced byte must show at once.
-    fn state(&self, tensor: usize, column: &Column) -> Vec<f32> {
+    fn state(&self, tensor: usize, index: usize) -> Vec<f32> {
         let elements = self.tensors[tensor].elements;
-        match self.rule.columns.iter().position(|own| own == column) {
-            Some(0) => values(200 + tensor, elements, -0.1, 0.1),
-            Some(index) => values(200 + 100 * index + tensor, elements, 0.0, 0.1),
-            None => self.weights(tensor),
-        }
+        let least = if index == 0 { -0.1 } else { 0.0 };
+        values(200 + 100 * index + tensor, elements, least, 0.1)
+    }
+
+    /// The same as it lies in memory.
+    fn kept_state(&self, tensor: usize, index: usize) -> Kept {
+        let (column, format) = (&self.rule.columns[index], self.tensors[tensor].formats[index]);
+        Kept::narrow(column, format, &self.state(tensor, index), None)
     }
 
     /// The weights before the first step, as exact as they are kept. Lower halves of compact masters are anything, many of
@@ -245,7 +291,10 @@ impl Scenario {
 
     /// A column before the first step, as it lies in memory.
     fn state_bytes(&self, tensor: usize, column: &Column) -> Vec<u8> {
-        column_bytes(column, &self.state(tensor, column))
+        match part_of(self.rule, column) {
+            Some((index, part)) => self.kept_state(tensor, index).parts.swap_remove(part),
+            None => master_bytes(column, &self.weights(tensor)),
+        }
     }
 
     fn is_skipped(&self, step: usize) -> bool {
@@ -266,8 +315,57 @@ impl Scenario {
     }
 }
 
-/// A column of these values, for compact masters of these masters.
-fn column_bytes(column: &Column, values: &[f32]) -> Vec<u8> {
+/// The column of a rule of which this is a part, by its place in the rule, and which part it is.
+fn part_of(rule: &Rule, column: &Column) -> Option<(usize, usize)> {
+    let named = |(i, own): (usize, &RuleColumn)| match column.name {
+        name if name == own.name => Some((i, 0)),
+        name if name == own.scale => Some((i, 1)),
+        _ => None,
+    };
+    rule.columns.iter().enumerate().find_map(named)
+}
+
+/// A column of a rule in a format: its parts, and the numbers that they stand for.
+struct Kept {
+    parts: Vec<Vec<u8>>,
+    numbers: Vec<f32>,
+}
+
+impl Kept {
+    /// Numbers in a format, element by element; with a key, rounded at random.
+    fn narrow(column: &RuleColumn, format: StateFormat, numbers: &[f32], key: Option<u32>) -> Self {
+        let at_random = |i: usize| key.map(|key| random(key, i as u32));
+        match format {
+            StateFormat::F32 => Self { parts: vec![bytes_of(numbers)], numbers: numbers.to_vec() },
+            StateFormat::Bf16 => {
+                // As a compact master divides an f32: its rounding and the rest.
+                let nearest = |number: f32| (number.to_bits() >> 16) as u16 + u16::from(split(number).1);
+                let half = |(i, &number): (usize, &f32)| match at_random(i) {
+                    Some(random) => bf16_at_random(number, random),
+                    None => nearest(number),
+                };
+                let halves: Vec<u8> = numbers.iter().enumerate().flat_map(|one| half(one).to_le_bytes()).collect();
+                Self { numbers: widen(Dtype::Bf16, &halves), parts: vec![halves] }
+            }
+            StateFormat::Blocks => {
+                let (code, block) = (column.code(), BLOCK as usize);
+                let (mut codes, mut scales, mut found) = (Vec::new(), Vec::new(), Vec::new());
+                for (start, block) in (0..).step_by(block).zip(numbers.chunks(block)) {
+                    let (scale, inverse) = scale_of(block.iter().map(|number| number.abs().to_bits()).max().unwrap());
+                    for (i, number) in block.iter().enumerate() {
+                        codes.push(code.nearest(*number, inverse, at_random(start + i)));
+                        found.push(code.share(codes[start + i]) * scale);
+                    }
+                    scales.push(scale);
+                }
+                Self { parts: vec![codes, bytes_of(&scales)], numbers: found }
+            }
+        }
+    }
+}
+
+/// A column of these masters.
+fn master_bytes(column: &Column, values: &[f32]) -> Vec<u8> {
     if *column == MASTER_LOW {
         return values.iter().flat_map(|&master| split(master).0.to_le_bytes()).collect();
     }
@@ -383,8 +481,13 @@ impl<'a> Rig<'a> {
         placement: Placement,
         pinned_budget_bytes: Option<u64>,
     ) -> forebay::Result<Self> {
-        let options =
-            OptimizerOptions { placement, plan: scenario.options, pinned_budget_bytes, host: HostOptions::default() };
+        let options = OptimizerOptions {
+            placement,
+            plan: scenario.options,
+            pinned_budget_bytes,
+            host: HostOptions::default(),
+            rounding_seed: scenario.rounding_seed,
+        };
         let optimizer = Optimizer::new(device, scenario.rule, options)?;
         if placement.streams() {
             optimizer.open_ring(None)?;
@@ -645,11 +748,8 @@ pub(crate) fn reference(on: &Subject, scenario: &Scenario, steps: usize) -> Outc
         }
         let (columns, kept) = (scenario.columns(tensor), (rule.keeps)(&scenario.groups[scenario.group(tensor)]));
         let mut weights = scenario.weights(tensor);
-        let start = |i: usize| rule.columns.get(i).filter(|_| kept & 1 << i != 0);
-        let start: [Option<Vec<f32>>; MAX_COLUMNS] =
-            std::array::from_fn(|i| start(i).map(|column| scenario.state(tensor, column)));
-        let at = |i: usize| start.each_ref().map(|column| column.as_ref().map_or(0.0, |column| column[i]));
-        let mut state: Vec<[f32; MAX_COLUMNS]> = (0..weights.len()).map(at).collect();
+        let mut state: [Option<Kept>; MAX_COLUMNS] =
+            std::array::from_fn(|i| (kept & 1 << i != 0).then(|| scenario.kept_state(tensor, i)));
         let mut counter = (scenario.counter)(tensor);
         for step in 0..steps {
             let (Some(grad), groups) = (scenario.grad(step, tensor), scenario.groups_at(step)) else { continue };
@@ -660,16 +760,24 @@ pub(crate) fn reference(on: &Subject, scenario: &Scenario, steps: usize) -> Outc
             }
             let scalars = scalars(on, rule, hypers, counter, of.elements);
             let sign = if scalars.flags & MAXIMIZE != 0 { -1.0 } else { 1.0 };
+            let mut news = [const { Vec::new() }; MAX_COLUMNS];
             for (i, grad) in widen(of.grad, &grad).into_iter().enumerate() {
                 let grad = sign * (grad * scenario.grad_scale.unwrap_or(1.0));
-                weights[i] = (rule.element)(weights[i], grad, &mut state[i], kept, &scalars, i as u64);
+                let mut of_element = state.each_ref().map(|kept| kept.as_ref().map_or(0.0, |kept| kept.numbers[i]));
+                weights[i] = (rule.element)(weights[i], grad, &mut of_element, kept, &scalars, i as u64);
+                news.iter_mut().zip(of_element).for_each(|(new, number)| new.push(number));
+            }
+            for (i, (kept, numbers)) in state.iter_mut().zip(&news).enumerate().filter(|(_, (kept, _))| kept.is_some())
+            {
+                let key = scenario.rounding_seed.map(|seed| random_key(seed, counter, i as u32, tensor as u64));
+                *kept = Some(Kept::narrow(&rule.columns[i], of.formats[i], numbers, key));
             }
         }
         values.insert((tensor, Some(COUNTER)), bytes_of(&[counter as f32]));
         for column in columns {
-            let bytes = match rule.columns.iter().position(|own| *own == column) {
-                Some(index) => bytes_of(&state.iter().map(|state| state[index]).collect::<Vec<_>>()),
-                None => column_bytes(&column, &weights),
+            let bytes = match part_of(rule, &column) {
+                Some((index, part)) => state[index].as_ref().unwrap().parts[part].clone(),
+                None => master_bytes(&column, &weights),
             };
             values.insert((tensor, Some(column.name)), bytes);
         }

@@ -5,7 +5,7 @@ use crate::common::{Subject, device_error};
 use forebay::Error;
 use forebay::device::fault::{Call, Misbehaviour};
 use forebay::device::update::{MASTER, MASTER_CARRY, MASTER_LOW, RULES};
-use forebay::device::{self, Column, Dtype, Region, Rule, Stored};
+use forebay::device::{self, Column, Dtype, Region, Rule, StateFormat, Stored};
 use forebay::optimizer::Placement::{self, Host, Hybrid, Resident, Stream};
 use forebay::optimizer::{HostShare, Optimizer, OptimizerOptions, TableInput};
 use forebay::plan::TensorSpec;
@@ -522,14 +522,20 @@ fn first_gradients_at_different_steps_start_their_momentum_then(on: &Subject) {
 fn columns_that_are_not_the_rule_s_are_refused_by_name() {
     let on = Subject::open(crate::common::Kind::Cpu);
     let adamw = rule("adamw");
-    let [mean, square, largest] = [0, 1, 2].map(|i| adamw.columns[i]);
-    let short = Column { stored: Stored::Number(Dtype::Bf16), ..mean };
+    let [mean, square, largest] = [0, 1, 2].map(|i| adamw.columns[i].f32());
+    let short = Column { stored: Stored::Number(Dtype::F16), ..mean };
+    let [codes, scale] = adamw.columns[0].kept_as(StateFormat::Blocks)[..] else { panic!("codes and scales") };
+    let half = adamw.columns[0].kept_as(StateFormat::Bf16)[0];
     for (columns, reason) in [
         (vec![mean], "adamw needs the column exp_avg_sq"),
         (vec![square, MASTER], "adamw needs the column exp_avg"),
         (vec![], "adamw needs the column exp_avg"),
         (vec![mean, square, Column::f32("momentum_buffer")], "adamw has no column like its momentum_buffer"),
         (vec![short, square], "adamw has no column like its exp_avg"),
+        (vec![codes, square], "its exp_avg is not in one format of state"),
+        (vec![scale, square], "its exp_avg is not in one format of state"),
+        (vec![mean, half, square], "its exp_avg is not in one format of state"),
+        (vec![scale, codes, square], "its exp_avg is not in one format of state"),
         (vec![square, mean], "its columns are not in the order of adamw"),
         (vec![mean, square, square], "its columns are not in the order of adamw"),
         (vec![mean, square, MASTER, largest], "its columns are not in the order of adamw"),

@@ -11,7 +11,7 @@ use crate::common::trial::{Rig, Scenario, Tensor};
 use crate::common::{Subject, cases};
 use forebay::checkpoint::{FileEntry, WriteOptions, write_files};
 use forebay::device::fault::{Call, Misbehaviour};
-use forebay::device::{Buffer, Dtype, Region};
+use forebay::device::{Buffer, Dtype, Region, StateFormat};
 use forebay::optimizer::Optimizer;
 use forebay::snapshot::{PAGE_BYTES, Snapshot};
 use forebay::trace::{self, Kind, Reason, TraceOptions};
@@ -46,6 +46,8 @@ fn tensors() -> Vec<Tensor> {
         Tensor::of(130, Dtype::F32, Dtype::Bf16).full(),
         Tensor::f32(1),
         Tensor::f32(64).on_host(),
+        Tensor::f32(600).kept_as(StateFormat::Blocks),
+        Tensor::f32(300).kept_as(StateFormat::Bf16),
     ]
 }
 

@@ -6,7 +6,7 @@ use crate::common::trial::{Outcome, Rig, Scenario, Tensor};
 use crate::common::{Subject, cases};
 use forebay::Error;
 use forebay::device::fault::{Call, Misbehaviour};
-use forebay::device::{Dtype, Kernel, Region, Rule};
+use forebay::device::{Dtype, Kernel, Region, Rule, StateFormat};
 use forebay::optimizer::{HostShare, Optimizer, Placement, StepFlags};
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
@@ -41,6 +41,8 @@ fn model() -> Vec<Tensor> {
         Tensor::of(65, F16, F16).master().full(),
         Tensor::of(2100, Bf16, Bf16).master(),
         Tensor::of(640, Bf16, Bf16).master(),
+        Tensor::of(1300, Bf16, Bf16).master().kept_as(StateFormat::Blocks),
+        Tensor::of(1001, F16, F16).master().full().kept_as(StateFormat::Bf16),
     ]
 }
 
@@ -182,7 +184,9 @@ fn any_coefficients_give_the_bits_of_plain_steps(on: &Subject) {
     let mut runner = TestRunner::new(ProptestConfig { cases: cases(12), ..ProptestConfig::default() });
     let outcome = runner.run(&strategy, |(mut trials, slots, rule, bytes, second_table, second_resident)| {
         let scenario = Scenario::new(model(), slots, bytes).with(Rule::named(rule).unwrap());
-        let scenario = Scenario { second_table, second_resident, missing: sometimes_missing, ..scenario };
+        let rounding_seed = (slots % 2 == 0).then_some(slots as u64);
+        let missing = sometimes_missing;
+        let scenario = Scenario { second_table, second_resident, missing, rounding_seed, ..scenario };
         // What is on the device has no second copy.
         let pinned = if second_resident { second_table.unwrap_or(tensors) } else { tensors };
         trials.iter_mut().for_each(|trial| trial.way.offered.retain(|&tensor| tensor < pinned));

@@ -28,7 +28,7 @@ fn host_optimizer(device: &SharedDevice) -> Optimizer {
     let plan = PlanOptions { slot_bytes: 1 << 16, ..PlanOptions::default() };
     let options = OptimizerOptions { placement: Placement::Host, plan, ..OptimizerOptions::default() };
     let optimizer = Optimizer::new(device.clone(), rule, options).unwrap();
-    let columns = rule.columns.to_vec();
+    let columns = rule.kept(rule.defaults, false);
     optimizer
         .add(vec![TensorSpec { name: "weight".to_owned(), elements: 1000, columns, on_host: false, number: 0 }])
         .unwrap();
