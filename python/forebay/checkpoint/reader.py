@@ -174,7 +174,7 @@ class Reader(StorageReader):
             return 0
         chunk = self._chunk_of(item)
         whole = sum(place["end"] - place["begin"] for place in (chunk, chunk.get("beside")) if place)
-        return whole * target.numel() // math.prod(chunk["shape"])
+        return int(whole * target.numel() // math.prod(chunk["shape"]))
 
     @property
     def objects(self) -> dict[str, Any]:
