@@ -8,7 +8,7 @@ use forebay::device::StateFormat;
 use forebay_bench::{CpuAdamOptions, Link, Model};
 
 use crate::output::Json;
-use crate::plan::{MasterType, WeightType, rule_names};
+use crate::plan::{MasterType, StateType, WeightType, rule_names};
 
 /// Keeps a GPU fed with training state that does not fit on it.
 #[derive(Debug, Parser)]
@@ -160,6 +160,9 @@ pub(crate) struct PlanStepArgs {
     /// Type of the weights and gradients; half types have master weights
     #[arg(long, value_enum, default_value_t = WeightType::F32)]
     pub(crate) dtype: WeightType,
+    /// How the state of the rule is kept
+    #[arg(long, value_enum, default_value_t = StateType::F32)]
+    pub(crate) state: StateType,
     /// How the master weights of half types are kept
     #[arg(long, value_enum, default_value_t = MasterType::F32)]
     pub(crate) master: MasterType,

@@ -2,8 +2,9 @@
 
 use clap::ValueEnum;
 use forebay::Error;
-use forebay::device::{Column, MasterFormat, Rule};
-use forebay::plan::{PlanOptions, StepPlan, TensorSpec, state_bytes};
+use forebay::device::update::MAX_COLUMNS;
+use forebay::device::{Column, MasterFormat, Rule, StateFormat};
+use forebay::plan::{PlanOptions, StepPlan, TensorSpec, columns_for, state_bytes};
 use forebay_bench::Model;
 use serde::Serialize;
 
@@ -46,7 +47,7 @@ impl WeightType {
                 value: "compact".to_owned(),
                 remedy: "compact masters are for bf16; add --dtype bf16".to_owned(),
             }),
-            (Self::F32, MasterType::F32) => Ok(MasterFormat::None),
+            (Self::F32, MasterType::F32) | (_, MasterType::None) => Ok(MasterFormat::None),
             (Self::Bf16 | Self::F16, MasterType::F32) => Ok(MasterFormat::F32),
         }
     }
@@ -54,6 +55,8 @@ impl WeightType {
     fn describe(self, format: MasterType) -> &'static str {
         match (self, format) {
             (Self::F32, _) => "f32",
+            (Self::Bf16, MasterType::None) => "bf16",
+            (Self::F16, MasterType::None) => "f16",
             (Self::Bf16, MasterType::F32) => "bf16 with f32 master weights",
             (Self::Bf16, MasterType::Compact) => "bf16 with compact master weights",
             (Self::F16, _) => "f16 with f32 master weights",
@@ -69,6 +72,44 @@ pub(crate) enum MasterType {
     F32,
     /// In 17 bits beside a bf16 weight
     Compact,
+    /// Not at all
+    None,
+}
+
+/// How the state of the rule is kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+pub(crate) enum StateType {
+    /// As f32
+    #[value(name = "f32")]
+    #[serde(rename = "f32")]
+    F32,
+    /// As bf16
+    #[value(name = "bf16")]
+    #[serde(rename = "bf16")]
+    Bf16,
+    /// In 8 bits, with a scale for each 256 elements
+    #[value(name = "8bit")]
+    #[serde(rename = "8bit")]
+    Blocks,
+}
+
+impl StateType {
+    fn formats(self) -> [StateFormat; MAX_COLUMNS] {
+        let format = match self {
+            Self::F32 => StateFormat::F32,
+            Self::Bf16 => StateFormat::Bf16,
+            Self::Blocks => StateFormat::Blocks,
+        };
+        [format; MAX_COLUMNS]
+    }
+
+    fn describe(self) -> &'static str {
+        match self {
+            Self::F32 => "",
+            Self::Bf16 => ", state in bf16",
+            Self::Blocks => ", state in 8 bits",
+        }
+    }
 }
 
 /// A plan and the figures that follow from it.
@@ -80,6 +121,7 @@ struct Planned {
     dtype: WeightType,
     /// Of half types.
     master: MasterType,
+    state: StateType,
     params: u64,
     tensors: usize,
     /// State that one step moves each way, without alignment.
@@ -112,9 +154,10 @@ fn plan(args: &PlanStepArgs) -> Result<Planned, Failure> {
     let model = named.transpose()?;
     let params = model.as_ref().map_or(args.params.unwrap_or(0), Model::params);
     let rule = Rule::named(&args.rule).map_err(Error::from)?;
-    let columns = rule.kept(rule.defaults, args.dtype.masters(args.master)?);
+    let master = args.dtype.masters(args.master)?;
+    let columns = |elements| columns_for(rule, rule.defaults, args.state.formats(), master, elements);
     // Before the shapes are made: their list alone might not fit.
-    check_size(params, &columns, chunk_bytes, slots)?;
+    check_size(params, &columns(params), chunk_bytes, slots)?;
     let model = match model {
         Some(model) => model,
         None => Model::synthetic(params)?,
@@ -122,7 +165,7 @@ fn plan(args: &PlanStepArgs) -> Result<Planned, Failure> {
     let tensors = model.tensors.iter().zip(0..).map(|(tensor, number)| TensorSpec {
         name: tensor.name.clone(),
         elements: tensor.elements,
-        columns: columns.clone(),
+        columns: columns(tensor.elements),
         on_host: false,
         number,
     });
@@ -135,6 +178,7 @@ fn plan(args: &PlanStepArgs) -> Result<Planned, Failure> {
         model: model.name,
         dtype: args.dtype,
         master: args.master,
+        state: args.state,
         params,
         tensors: plan.tensors().len(),
         payload_bytes,
@@ -174,10 +218,11 @@ fn check_size(params: u64, columns: &[Column], chunk_bytes: u64, slots: usize) -
 
 fn text(planned: &Planned) -> String {
     let mut text = format!(
-        "plan of a streamed step: {}, {}, {}, forebay {}\n\n{}\n",
+        "plan of a streamed step: {}, {}, {}{}, forebay {}\n\n{}\n",
         planned.rule,
         planned.model,
         planned.dtype.describe(planned.master),
+        planned.state.describe(),
         planned.version,
         planned.plan
     );

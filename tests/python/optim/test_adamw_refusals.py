@@ -48,7 +48,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"slots": 2.0}, "slots: 2.0"),
     ({"master_weights": "yes"}, "master_weights: 'yes'"),
     ({"master_weights": 2}, "master_weights: 2"),
-    ({"state_dtype": torch.bfloat16}, "state_dtype: torch.bfloat16"),
+    ({"state_dtype": torch.float16}, "state_dtype: torch.float16"),
     ({"max_grad_norm": 0.0}, "max_grad_norm: 0.0"),
     ({"max_grad_norm": -1.0}, "max_grad_norm: -1.0"),
     ({"max_grad_norm": float("nan")}, "max_grad_norm: nan"),

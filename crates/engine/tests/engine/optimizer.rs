@@ -537,7 +537,7 @@ fn columns_that_are_not_the_rule_s_are_refused_by_name() {
         (vec![mean, half, square], "its exp_avg is not in one format of state"),
         (vec![scale, codes, square], "its exp_avg is not in one format of state"),
         (vec![square, mean], "its columns are not in the order of adamw"),
-        (vec![mean, square, square], "its columns are not in the order of adamw"),
+        (vec![mean, square, square], "its exp_avg_sq is not in one format of state"),
         (vec![mean, square, MASTER, largest], "its columns are not in the order of adamw"),
         (
             vec![mean, square, MASTER_CARRY, MASTER_LOW],

@@ -22,6 +22,7 @@ MODULES = {
         "dist_cases_fsdp",
         "dist_cases_dtensor",
         "dist_cases_compact",
+        "dist_cases_formats",
         "dist_cases_offload",
         "dist_cases_state_dict",
         "dist_cases_sleep",
