@@ -272,7 +272,7 @@ def _load(
         with allowed():
             metadata = reader.read_metadata()
             spared = contents.frozen_names(model) if reader.objects.get(contents.TRAINED_ONLY) else frozenset[str]()
-            missing = contents.compare(reader.path, wanted, metadata, strict, spared)
+            missing = contents.compare(reader.path, wanted, metadata, strict, spared, reader.formats)
             contents.add_options(state, metadata)
             # Read first, so that nothing is changed if it cannot be read.
             extra = contents.extra_of(reader)

@@ -179,11 +179,16 @@ def extra_of(reader: Reader) -> dict[str, Any] | None:
 
 
 def compare(
-    path: Path, wanted: Mapping[str, Any], metadata: Metadata, strict: bool, spared: frozenset[str]
+    path: Path,
+    wanted: Mapping[str, Any],
+    metadata: Metadata,
+    strict: bool,
+    spared: frozenset[str],
+    formats: Mapping[str, str],
 ) -> list[str]:
     """Return the names that the checkpoint lacks; raise if it is a checkpoint of another model.
 
-    It may lack the names in ``spared``.
+    It may lack the names in ``spared``. ``formats`` has the formats of tensors that are kept in fewer bits than f32.
     """
     found = metadata.state_dict_metadata
     for name, value in wanted.items():
@@ -202,7 +207,7 @@ def compare(
     if strict:
         both = [
             _listed("it lacks", _lacking([name for name in missing if name not in spared], found)),
-            _listed("it also has", _foreign(wanted, found)),
+            _listed("it also has", [_with_format(name, formats) for name in _foreign(wanted, found)]),
         ]
         if any(both):
             raise CheckpointError(
@@ -210,6 +215,10 @@ def compare(
                 "strict=False loads what fits"
             )
     return missing
+
+
+def _with_format(name: str, formats: Mapping[str, str]) -> str:
+    return f"{name} ({formats[name]})" if name in formats else name
 
 
 def _lacking(missing: list[str], found: Mapping[str, Any]) -> list[str]:

@@ -182,6 +182,14 @@ class Reader(StorageReader):
         found: dict[str, Any] = self._manifest["objects"]
         return found
 
+    @property
+    def formats(self) -> dict[str, str]:
+        """The formats of tensors that are kept in fewer bits than f32."""
+        kinds = {name: of["kind"] for name, of in self._manifest.get("encodings", {}).items()}
+        tensors: dict[str, Any] = self._manifest["tensors"]
+        found = {name: {chunk.get("encoding") for chunk in of["chunks"]} - {None} for name, of in tensors.items()}
+        return {name: ", ".join(sorted(kinds[one] for one in of)) for name, of in found.items() if of}
+
     def value(self, name: str) -> Any:
         """Return a value that is no tensor, with the tensors in it."""
         return decode(self.objects[name], self.tensor)
@@ -209,16 +217,18 @@ class Reader(StorageReader):
     def _read(self, items: list[ReadItem], targets: list[torch.Tensor], moved: _core.Moved) -> None:
         direct: list[_Wanted] = []
         staged: list[tuple[ReadItem, torch.Tensor, torch.dtype]] = []
-        # Parts of columns that are not on the host, with what is read for them.
-        apart: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # Columns that are not on the host, to be read as they are.
+        apart: list[tuple[ReadItem, Packed]] = []
         converted: set[str] = set()
         for item, target in zip(items, targets, strict=True):
             name = item.storage_index.fqn
             stored = dtype_of(self._manifest["tensors"][name]["dtype"], name)
             packed = standing_for(target)
-            as_kept = None if packed is None else self._as_kept(item, packed, apart)
-            if as_kept is not None:
-                direct += as_kept
+            if packed is not None and (as_kept := self._as_kept(item, packed, list(packed.values()))) is not None:
+                if all(is_cpu(part.device) for part in packed.values()):
+                    direct += as_kept
+                else:
+                    apart.append((item, packed))
                 continue
             if packed is not None and "encoding" in self._chunk_of(item):
                 converted.add(name)
@@ -237,9 +247,7 @@ class Reader(StorageReader):
         try:
             # All errors that can be detected early are raised here, before anything is written.
             self._read_into(direct, moved)
-            for part, read in apart:
-                part.copy_(read)
-            apart.clear()
+            self._read_apart(apart, moved)
             batch: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
             assembly = Assembly()
             # Boxes of one packed column follow each other.
@@ -280,23 +288,31 @@ class Reader(StorageReader):
         number: int = self._chunks[index.fqn, offset]
         return number
 
-    def _as_kept(
-        self, item: ReadItem, packed: Packed, apart: list[tuple[torch.Tensor, torch.Tensor]]
-    ) -> list[_Wanted] | None:
-        """Return what is read into a column as it is in the files; None if the column's numbers have to be read."""
+    def _as_kept(self, item: ReadItem, packed: Packed, into: list[torch.Tensor]) -> list[_Wanted] | None:
+        """Return what is read into a column's parts as it is in the files; None if its numbers have to be read."""
         chunk = self._chunk_of(item)
         parts = readable_as_kept(packed, self._manifest, chunk, item.storage_offsets, item.lengths)
         if parts is None or any(item.dest_offsets):
             return None
         packed.check_awake()
-        wanted = []
-        for number, (part, (_, _, shape)) in enumerate(zip(packed.values(), parts, strict=True)):
-            into = part
-            if not is_cpu(part.device):
-                into = torch.empty(part.shape, dtype=part.dtype, device=CPU)
-                apart.append((part, into))
-            wanted.append(_Wanted(item.storage_index, [0] * len(shape), shape, into.view(shape), number))
-        return wanted
+        return [
+            _Wanted(item.storage_index, [0] * len(shape), shape, part.view(shape), number)
+            for number, (part, (_, _, shape)) in enumerate(zip(into, parts, strict=True))
+        ]
+
+    def _read_apart(self, columns: list[tuple[ReadItem, Packed]], moved: _core.Moved) -> None:
+        """Read columns that are on a device as they are in the files, through memory for some of them at a time."""
+        wanted: list[_Wanted] = []
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for number, (item, packed) in enumerate(columns, 1):
+            parts = [torch.empty(part.shape, dtype=part.dtype, device=CPU) for part in packed.values()]
+            wanted += self._as_kept(item, packed, parts) or []
+            copies += zip(packed.values(), parts, strict=True)
+            if number == len(columns) or sum(part.nbytes for _, part in copies) >= STAGE_BYTES:
+                self._read_into(wanted, moved)
+                for part, read in copies:
+                    part.copy_(read)
+                wanted, copies = [], []
 
     def _read_into(self, boxes: list[_Wanted], moved: _core.Moved) -> None:
         """Read boxes into tensors on the CPU. The caller's list holds the tensors until the engine returns."""

@@ -264,7 +264,7 @@ def _rebuilt(value: Any, replaced: dict[int, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         if id(value) not in replaced and (packed := standing_for(value)) is not None:
             # Steps may change its parts, and the weight of a master, before it is written.
-            return packed.read()
+            return packed.on_host()
         return replaced.get(id(value), value)
     if isinstance(value, dict):
         return {key: _rebuilt(item, replaced) for key, item in value.items()}

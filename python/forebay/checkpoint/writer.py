@@ -270,7 +270,7 @@ class Writer(StorageWriter):
                 continue
             data = _look_at(planner, item)
             packed = standing_for(data)
-            data = _dense(data if packed is None else packed.read())
+            data = _dense(data if packed is None else packed.on_host())
             add(number, 0, "", None, list(data.shape), data)
         return entries, gpu
 
