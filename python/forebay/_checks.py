@@ -67,6 +67,12 @@ def switch(name: str, value: Any, *others: str) -> bool | None:
     return None if value is None else bool(value)
 
 
+def flag(name: str, value: Any) -> None:
+    """Check a switch that is True or False."""
+    if not isinstance(value, bool):
+        raise OptionError(f"invalid {name}: {value!r}; use True or False")
+
+
 def positive(name: str, value: Any, *, without: str) -> float | None:
     """Check a number above zero. None is allowed; ``without`` says what None means."""
     if value is None:

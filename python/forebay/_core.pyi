@@ -7,7 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["CHECKPOINT_BLOCK_BYTES", "STATE_BLOCK", "ActivationPlan", "Activations", "CallKind", "CallTimes", "Checkpoint", "HostCopies", "HostView", "LayerCost", "LayerPlan", "LayerStats", "Looked", "MeasuredCall", "MeasuredPass", "Moved", "OffloadStats", "Opened", "Optimizer", "PassCost", "PassSample", "Route", "Rule", "Saved", "Saving", "Slabs", "Snapshot", "TensorCost", "Trace", "TracedWork", "_errors_for_test", "_gil_is_released_for_test", "_memory_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "bytes_faulted_in", "check_contract", "check_host", "checkpoint_summary", "command", "count_copied", "count_save_wait", "export_weights", "forget_parent_totals", "host_memory", "keep_masters", "kept_copy_bytes", "latest_checkpoint", "look", "look_with_gradients", "open_through_torch", "probe", "read_masters", "release_copies", "totals", "verify_checkpoint", "version", "write_checkpoint"]
+__all__ = ["CHECKPOINT_BLOCK_BYTES", "STATE_BLOCK", "ActivationPlan", "Activations", "CallKind", "CallTimes", "Checkpoint", "HostCopies", "HostView", "LayerCost", "LayerPlan", "LayerStats", "Looked", "MeasuredCall", "MeasuredPass", "Moved", "OffloadStats", "Opened", "Optimizer", "PassCost", "PassSample", "Route", "Rule", "Saved", "Saving", "Slabs", "Snapshot", "TensorCost", "Trace", "TracedWork", "_errors_for_test", "_gil_is_released_for_test", "_memory_for_test", "_panic_for_test", "backends", "bench_placements", "bench_step", "bytes_faulted_in", "check_contract", "check_host", "checkpoint_encoding", "checkpoint_encoding_record", "checkpoint_summary", "command", "count_copied", "count_save_wait", "export_weights", "forget_parent_totals", "host_memory", "keep_masters", "kept_copy_bytes", "latest_checkpoint", "look", "look_with_gradients", "open_through_torch", "probe", "read_masters", "release_copies", "totals", "verify_checkpoint", "version", "write_checkpoint"]
 
 CHECKPOINT_BLOCK_BYTES: Final[int]
 """
@@ -1058,6 +1058,17 @@ def check_contract(device: str) -> list[tuple[str, str | None]]:
 def check_host(kernel: str | None) -> int:
     """
     Check the name of a kernel against this machine; return how many threads the host may have.
+    """
+
+def checkpoint_encoding(column: str, format: str, shape: SupportsGetItem[int, SupportsIndex]) -> tuple[str, list[tuple[str, str, list[int]]]] | None:
+    """
+    How a checkpoint keeps a column of state in a format, for a box of this shape in the order of its memory: the
+    encoding's name, and the ending of the name, the type and the shape of each part. None if it is kept as f32.
+    """
+
+def checkpoint_encoding_record(name: str) -> str:
+    """
+    What a manifest says about an encoding of this name; JSON text.
     """
 
 def checkpoint_summary(path: str | PathLike[str]) -> str:

@@ -1,15 +1,19 @@
 //! The commands on checkpoints.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 
 use forebay::Error;
 use forebay::checkpoint::{
-    Checkpoint, Problem, Summary, export_weights, from_safetensors, summarise, to_safetensors, verify as check,
+    Change, Changed, Checkpoint, Problem, Summary, export_weights, from_safetensors, reencode, summarise,
+    to_safetensors, verify as check,
 };
+use forebay::device::{MasterFormat, StateFormat};
 use serde::Serialize;
 use serde_json::{Map, Value};
 
-use crate::output::{Json, check_writable, emit};
+use crate::options::ConvertArgs;
+use crate::output::{Json, check_writable};
 use crate::progress::watch;
 use crate::tables::{columns, count, size};
 use crate::{FAILURE, Failure, SUCCESS, report};
@@ -52,34 +56,83 @@ pub(crate) fn verify(path: &Path, json: &Json) -> Result<u8, Failure> {
     Ok(if verdict.is_whole { SUCCESS } else { FAILURE })
 }
 
-pub(crate) fn convert(from: &Path, to: &Path, weights: bool) -> Result<u8, Failure> {
-    let bytes = if from.is_dir() {
-        if to.is_dir() {
-            return Err(Failure::Engine(Error::InvalidOption {
-                option: "to",
-                value: to.display().to_string(),
-                remedy: "a checkpoint becomes one file; name a file, not a folder".to_owned(),
-            }));
+/// What a conversion has made.
+#[derive(Serialize)]
+struct Made {
+    path: String,
+    bytes: u64,
+    /// If it is a checkpoint with other formats: bytes of the tensors before, and how many tensors of state are in each.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    bytes_before: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    formats: Option<BTreeMap<String, usize>>,
+}
+
+pub(crate) fn convert(args: &ConvertArgs) -> Result<u8, Failure> {
+    let ConvertArgs { from, to, output, .. } = args;
+    output.json.path().map_or(Ok(()), check_writable)?;
+    let made = make(args)?;
+    report(&output.json, &made, || {
+        let Some(before) = made.bytes_before else {
+            return format!("wrote {}: {}\n", to.display(), size(made.bytes));
+        };
+        let formats =
+            made.formats.iter().flatten().map(|(format, tensors)| format!("{} as {format}", count(*tensors, "tensor")));
+        let formats: Vec<String> = formats.collect();
+        let state = if formats.is_empty() { "no state of an optimizer".to_owned() } else { formats.join(", ") };
+        format!(
+            "wrote {}: {} of tensors, {} in {}; {state}\n",
+            made.path,
+            size(made.bytes),
+            size(before),
+            from.display()
+        )
+    })?;
+    Ok(SUCCESS)
+}
+
+fn make(args: &ConvertArgs) -> Result<Made, Failure> {
+    let ConvertArgs { from, to, weights, state, master, .. } = args;
+    let wrong = |option, path: &Path, remedy: &str| {
+        let value = path.display().to_string();
+        Err(Failure::Engine(Error::InvalidOption { option, value, remedy: remedy.to_owned() }))
+    };
+    let changes = state.is_some() || master.is_some();
+    let plain = |bytes| Made { path: to.display().to_string(), bytes, bytes_before: None, formats: None };
+    if !from.is_dir() {
+        if *weights || changes {
+            let option = if *weights { "weights" } else { "from" };
+            let remedy = "weights and formats are those of a checkpoint; name its folder first";
+            return wrong(option, from, remedy);
         }
-        let checkpoint = Checkpoint::open(from)?;
-        let bytes = checkpoint.manifest().tensor_bytes();
-        // Read once to compare the checksums, and once to copy.
-        let write = if weights { export_weights } else { to_safetensors };
-        watch("converting", 2 * bytes, |moved| write(&checkpoint, to, moved))?;
-        std::fs::metadata(to).map_or(bytes, |file| file.len())
-    } else if weights {
-        return Err(Failure::Engine(Error::InvalidOption {
-            option: "weights",
-            value: from.display().to_string(),
-            remedy: "weights are exported from a checkpoint; name its folder first".to_owned(),
-        }));
-    } else {
         let bytes = std::fs::metadata(from).map_or(0, |file| file.len());
         watch("converting", bytes, |moved| from_safetensors(from, to, moved))?;
-        bytes
-    };
-    emit(&format!("wrote {}: {}\n", to.display(), size(bytes)))?;
-    Ok(SUCCESS)
+        return Ok(plain(bytes));
+    }
+    let checkpoint = Checkpoint::open(from)?;
+    let bytes = checkpoint.manifest().tensor_bytes();
+    if changes {
+        if to.is_file() {
+            return wrong("to", to, "a checkpoint with other formats is a folder; name a folder, not a file");
+        }
+        let state = state.as_deref().map(StateFormat::named).transpose()?;
+        let master = master.as_deref().map(MasterFormat::named).transpose()?;
+        let changed = watch("converting", bytes, |moved| reencode(&checkpoint, to, Change { state, master }, moved))?;
+        let Changed { path, bytes_before, bytes, formats } = changed;
+        return Ok(Made { path, bytes, bytes_before: Some(bytes_before), formats: Some(formats) });
+    }
+    if to.is_dir() {
+        return wrong(
+            "to",
+            to,
+            "a checkpoint becomes one file; name a file, not a folder, or say the formats of another checkpoint with \
+             --state and --master",
+        );
+    }
+    // Read once to compare the checksums, and once to copy.
+    let write = if *weights { export_weights } else { to_safetensors };
+    watch("converting", 2 * bytes, |moved| write(&checkpoint, to, moved))?;
+    Ok(plain(std::fs::metadata(to).map_or(bytes, |file| file.len())))
 }
 
 fn table(summary: &Summary) -> String {
@@ -87,7 +140,11 @@ fn table(summary: &Summary) -> String {
     let mut rows = vec![["tensor", "type", "shape", "shards", "size"].map(str::to_owned)];
     rows.extend(summary.tensors.iter().map(|tensor| {
         let [shards, bytes] = [tensor.shards.to_string(), size(tensor.bytes)];
-        [tensor.name.clone(), tensor.dtype.clone(), shape(&tensor.shape), shards, bytes]
+        let dtype = tensor
+            .format
+            .as_ref()
+            .map_or_else(|| tensor.dtype.clone(), |format| format!("{} as {format}", tensor.dtype));
+        [tensor.name.clone(), dtype, shape(&tensor.shape), shards, bytes]
     }));
     let mut text = format!(
         "{}\n{} in {}, {} of tensors{}\n\n{}",

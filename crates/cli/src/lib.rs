@@ -43,7 +43,7 @@ pub fn run<A: Into<OsString> + Clone>(arguments: impl IntoIterator<Item = A>, bu
         Command::Probe { device, output } => run_probe(&device, &output.json),
         Command::Inspect { path, output } => checkpoint::inspect(&path, &output.json),
         Command::Verify { path, output } => checkpoint::verify(&path, &output.json),
-        Command::Convert { from, to, weights } => checkpoint::convert(&from, &to, weights),
+        Command::Convert(args) => checkpoint::convert(&args),
         Command::Report(args) => report::make(&args),
         Command::Plan { plan: Plan::Step(args) } => plan::step(&args),
         Command::Trace { trace: Trace::Merge { traces, output } } => trace::merge(&traces, &output),
@@ -106,7 +106,7 @@ fn run_bench_step(args: &StepArgs) -> Result<u8, Failure> {
     options.kept = Kept {
         state: StateFormat::named(&args.state)?,
         master: match args.master {
-            None => MasterFormat::None,
+            None | Some(MasterType::None) => MasterFormat::None,
             Some(MasterType::F32) => MasterFormat::F32,
             Some(MasterType::Compact) => MasterFormat::Compact,
         },

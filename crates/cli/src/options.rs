@@ -42,16 +42,9 @@ pub(crate) enum Command {
         #[command(flatten)]
         output: OutputArgs,
     },
-    /// Turn a checkpoint into one plain safetensors file, or such a file into a checkpoint
-    Convert {
-        /// A checkpoint's folder, or a safetensors file
-        from: PathBuf,
-        /// The file to write, or the folder to make a checkpoint in
-        to: PathBuf,
-        /// Only the model's weights, under the model's own names, as from_pretrained and other tools expect them
-        #[arg(long)]
-        weights: bool,
-    },
+    /// Turn a checkpoint into one plain safetensors file, or such a file into a checkpoint; or, with --state or --master,
+    /// make another checkpoint whose optimizer state is kept in other formats
+    Convert(ConvertArgs),
     /// Make one HTML page about a trace: timeline, wire, waits, memory, plan, and what could be changed
     Report(ReportArgs),
     /// Print a plan: what would move in which chunk, before anything is allocated
@@ -98,6 +91,25 @@ pub(crate) enum Bench {
     Step(StepArgs),
     /// Run the update on the host's threads, compared with the bandwidth of the memory
     CpuAdam(CpuAdamArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ConvertArgs {
+    /// A checkpoint's folder, or a safetensors file
+    pub(crate) from: PathBuf,
+    /// The file to write, or the folder to make a checkpoint in
+    pub(crate) to: PathBuf,
+    /// Only the model's weights, under the model's own names, as from_pretrained and other tools expect them
+    #[arg(long, conflicts_with_all = ["state", "master"])]
+    pub(crate) weights: bool,
+    /// Keep the columns of the optimizer's state as f32, bf16 or 8bit
+    #[arg(long, value_parser = PossibleValuesParser::new(StateFormat::ALL.map(StateFormat::name)))]
+    pub(crate) state: Option<String>,
+    /// Keep the masters of bf16 weights as f32 or compact
+    #[arg(long, value_parser = PossibleValuesParser::new(["f32", "compact"]))]
+    pub(crate) master: Option<String>,
+    #[command(flatten)]
+    pub(crate) output: OutputArgs,
 }
 
 #[derive(Debug, Args)]
@@ -181,7 +193,7 @@ pub(crate) struct StepArgs {
     /// The format of the moments
     #[arg(long, value_parser = PossibleValuesParser::new(StateFormat::ALL.map(StateFormat::name)), default_value = "f32")]
     pub(crate) state: String,
-    /// Give bf16 parameters with masters in this format; without it parameters are f32
+    /// Give bf16 parameters with masters in this format; without it, or with none, parameters are f32
     #[arg(long, value_enum)]
     pub(crate) master: Option<MasterType>,
     /// Steps to time, after one to warm up

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use forebay::checkpoint::{self, FileEntry, Request, TensorBox, WriteOptions, dense_bytes};
+use forebay::checkpoint::{self, Encoding, FileEntry, Request, TensorBox, WriteOptions, dense_bytes};
 use forebay::device::{Place, Region, SharedDevice, open};
 use forebay::snapshot::{self, SnapshotStats};
 use forebay::{Error, Result, optimizer};
@@ -321,8 +321,31 @@ pub(crate) struct Checkpoint {
     inner: checkpoint::Checkpoint,
 }
 
+/// How a checkpoint keeps a column of state in a format, for a box of this shape in the order of its memory: the
+/// encoding's name, and the ending of the name, the type and the shape of each part. None if it is kept as f32.
+#[pyfunction]
+#[expect(clippy::type_complexity, reason = "numbers and names cross the border, not types")]
+pub(crate) fn checkpoint_encoding(
+    column: &str,
+    format: &str,
+    shape: Vec<u64>,
+) -> Option<(String, Vec<(String, String, Vec<u64>)>)> {
+    let encoding = Encoding::of_column(column, format)?;
+    let parts = encoding.parts(&shape).into_iter().zip(encoding.suffixes());
+    let parts = parts.map(|((dtype, shape), suffix)| ((*suffix).to_owned(), dtype.to_owned(), shape)).collect();
+    Some((encoding.name().to_owned(), parts))
+}
+
+/// What a manifest says about an encoding of this name; JSON text.
+#[pyfunction]
+pub(crate) fn checkpoint_encoding_record(name: &str) -> String {
+    let record = Encoding::named(name).map(Encoding::record);
+    serde_json::to_string(&record).unwrap_or_default()
+}
+
 /// What to read: one list for each property, all of one length. `offset` and `length` say which box of which chunk,
-/// `stride` (in elements) how the memory at `address` is laid out.
+/// `stride` (in elements) how the memory at `address` is laid out; `kept` which part of an encoding to read as it is, or
+/// None for numbers.
 #[derive(FromPyObject)]
 pub(crate) struct Requests {
     #[pyo3(item)]
@@ -337,6 +360,8 @@ pub(crate) struct Requests {
     stride: Vec<Vec<u64>>,
     #[pyo3(item)]
     address: Vec<u64>,
+    #[pyo3(item)]
+    kept: Vec<Option<usize>>,
 }
 
 impl Requests {
@@ -344,10 +369,11 @@ impl Requests {
         let keeper: Keeper = Arc::new(());
         let rows = self.tensor.into_iter().zip(self.chunk).zip(self.offset).zip(self.length).zip(self.stride);
         rows.zip(self.address)
-            .map(|(((((tensor, chunk), offsets), shape), strides), address)| {
-                let into = checkpoint.bytes_into(&tensor, &shape, &strides)?;
+            .zip(self.kept)
+            .map(|((((((tensor, chunk), offsets), shape), strides), address), kept)| {
+                let into = checkpoint.bytes_into(&tensor, chunk, kept, &shape, &strides)?;
                 let into = torch::host_region(address, into, &keeper)?;
-                Ok(Request { tensor, chunk, part: TensorBox { offsets, shape }, into, strides })
+                Ok(Request { tensor, chunk, part: TensorBox { offsets, shape }, into, strides, kept })
             })
             .collect()
     }

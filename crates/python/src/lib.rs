@@ -45,8 +45,9 @@ mod _core {
     use crate::activations::{Activations, LayerStats, OffloadStats, Opened, Route, Saved};
     #[pymodule_export]
     use crate::checkpoint::{
-        Checkpoint, HostCopies, Moved, Saving, Snapshot, checkpoint_summary, export_weights, kept_copy_bytes,
-        latest_checkpoint, release_copies, verify_checkpoint, write_checkpoint,
+        Checkpoint, HostCopies, Moved, Saving, Snapshot, checkpoint_encoding, checkpoint_encoding_record,
+        checkpoint_summary, export_weights, kept_copy_bytes, latest_checkpoint, release_copies, verify_checkpoint,
+        write_checkpoint,
     };
     #[pymodule_export]
     use crate::command::command;

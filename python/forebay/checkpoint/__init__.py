@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from forebay import _core, _trace
-from forebay._checks import one_of, positive, whole
+from forebay._checks import flag, one_of, positive, whole
 from forebay._log import logger
 from forebay._tensors import local
 from forebay.checkpoint import arguments, contents, handle
@@ -28,6 +28,7 @@ from forebay.checkpoint.files import StrPath, absolute
 from forebay.checkpoint.handle import Handle
 from forebay.checkpoint.interrupts import allowed
 from forebay.checkpoint.look import exists, export_weights, inspect, latest, verify
+from forebay.checkpoint.native import columns_of, find
 from forebay.checkpoint.ranks import groups, on_all_ranks, plain_errors, quietly, ranks_of, uninterrupted
 from forebay.checkpoint.reader import Reader
 from forebay.checkpoint.snapshot import Snapshot, release_copies
@@ -62,6 +63,7 @@ def save(
     extra: Mapping[str, Any] | None = None,
     keep_last: int | None = None,
     trained_only: bool = False,
+    native: bool = False,
     process_group: Any = None,
 ) -> None:
     """Save a model, its optimizers and other values of the run. All ranks call it.
@@ -85,6 +87,9 @@ def save(
     trained_only
         Save no parameters that do not require gradients, as the base model of LoRA. ``load`` leaves such parameters as
         they are. Buffers are saved.
+    native
+        Write state that is kept in fewer bits than f32 as it is kept: bf16, 8 bits, compact masters. The files are
+        smaller, and loading them into the same formats and shards converts nothing. Any optimizer loads them.
     process_group
         The ranks that save; by default all of them.
     """
@@ -95,9 +100,12 @@ def save(
         nonlocal writer
         optimizers = _checked(path, model, optimizer, extra)
         writer = _writer(path, keep_last, optimizers)
+        flag("native", native)
         with ExitStack() as turn:
             handle.take_turn(turn, writer.path)
         state.update(contents.contents_to_save(model, optimizers, extra, trained_only=trained_only))
+        if native:
+            writer.native = columns_of(state)
 
     begun = time.perf_counter()
     with uninterrupted(process_group):
@@ -117,6 +125,7 @@ def async_save(
     extra: Mapping[str, Any] | None = None,
     keep_last: int | None = None,
     trained_only: bool = False,
+    native: bool = False,
     snapshot_budget_bytes: int | None = None,
     write_gbps: float | None = None,
     copy_gbps: float | None = None,
@@ -140,12 +149,13 @@ def async_save(
 
     Parameters
     ----------
-    path, model, optimizer, extra, keep_last, trained_only
+    path, model, optimizer, extra, keep_last, trained_only, native
         As in ``save``.
     snapshot_budget_bytes
         The most host memory for copies of parameters, buffers and state together. By default as much as needed, up to
         75 % of the available memory. The memory is kept for the next save; ``release`` frees it. The f32 values of
-        compact masters and of state in fewer bits, 4 bytes for each element of a column, are beyond it.
+        compact masters and of state in fewer bits, 4 bytes for each element of a column, are beyond it; a native save
+        makes none.
     write_gbps
         Write no faster than this, on each rank; by default at full speed.
     copy_gbps
@@ -164,6 +174,7 @@ def async_save(
         whole("snapshot_budget_bytes", snapshot_budget_bytes, 0, optional=True)
         write_rate = positive("write_gbps", write_gbps, without="for full speed")
         positive("copy_gbps", copy_gbps, without="for full speed")
+        flag("native", native)
         optimizers = _checked(path, model, optimizer, extra)
         writer = _writer(path, keep_last, optimizers)
         # Checked now: a later load does not change the state that is saved.
@@ -172,7 +183,9 @@ def async_save(
         writer.moved = moved
         handle.take_turn(turn, writer.path, refuse=when_busy == "refuse")
         state = contents.contents_to_save(model, optimizers, extra, trained_only=trained_only)
-        writer.snapshot = snapshot = Snapshot(state, optimizers, snapshot_budget_bytes)
+        columns = columns_of(state) if native else {}
+        writer.snapshot = snapshot = Snapshot(state, optimizers, snapshot_budget_bytes, columns)
+        writer.native = snapshot.native
 
     with uninterrupted(None), ExitStack() as turn:
         saves, calls = groups()
@@ -195,7 +208,10 @@ def async_save(
 def _start(writer: Writer, snapshot: Snapshot, moved: _core.Moved, group: Any, copy_gbps: float | None) -> Handle:
     """Start to write a snapshot in the background."""
     leaves, _ = flatten_state_dict(snapshot.state)
-    moved.expect(sum(local(value).nbytes for value in leaves.values() if isinstance(value, torch.Tensor)))
+    tensors = [value for value in leaves.values() if isinstance(value, torch.Tensor)]
+    kept = [find(snapshot.native, value) for value in tensors]
+    pairs = zip(tensors, kept, strict=True)
+    moved.expect(sum(local(value).nbytes if of is None else of.bytes for value, of in pairs))
     threads = max(min((os.cpu_count() or 2) // 2, 8), 1)
     snapshot.copy_ahead(threads, None if copy_gbps is None else copy_gbps * 1e9)
     return Handle(writer.path, snapshot, lambda: write_in_background(snapshot.state, writer, group), moved)
@@ -257,7 +273,7 @@ def _load(
         with allowed():
             metadata = reader.read_metadata()
             spared = contents.frozen_names(model) if reader.objects.get(contents.TRAINED_ONLY) else frozenset[str]()
-            missing = contents.compare(reader.path, wanted, metadata, strict, spared)
+            missing = contents.compare(reader.path, wanted, metadata, strict, spared, reader.formats)
             contents.add_options(state, metadata)
             # Read first, so that nothing is changed if it cannot be read.
             extra = contents.extra_of(reader)
@@ -267,6 +283,7 @@ def _load(
 
     def finish() -> None:
         contents.set_contents(model, optimizers, state, wanted, missing, strict=strict)
+        contents.go_on_rounding(model, optimizers, reader)
 
     try:
         with plain_errors("load", ranks_of(process_group).rank), quietly():

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from forebay._device import CPU
+from forebay._log import logger
 from forebay._tensors import describe_like, is_dtensor, local
 from forebay.checkpoint.arguments import check_belongs
 from forebay.checkpoint.values import Encoded
@@ -38,6 +39,9 @@ MASTER_SUFFIX = f".{MASTER}"
 
 TRAINED_ONLY = "trained_only"
 """The name of the value that says that frozen parameters were left out."""
+
+ROUNDING, UPDATES = "rounding", "updates"
+"""The names of what random rounding goes on with: seeds by optimizer, and counters of updates by parameter."""
 
 
 def ours(optimizers: list[torch.optim.Optimizer]) -> list[Optimizer]:
@@ -101,12 +105,61 @@ def contents_to_save(
         for name in frozen_names(model):
             contents["model"].pop(name.removeprefix("model."), None)
         contents[TRAINED_ONLY] = True
+    if model is not None:
+        contents.update(_rounding(model, ours(optimizers)))
     if extra is not None:
         tensors: dict[str, torch.Tensor] = {}
         contents["extra"] = Encoded(dict(extra), tensors, "extra")
         # Not nested: DCP would flatten lists and dicts, and lose empty ones and the types of keys.
         contents.update(tensors)
     return contents
+
+
+def _rounding(model: torch.nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+    """Return what a run needs to go on with the same random numbers, if state is rounded at random.
+
+    They depend on the seed, and on the number of updates, which the state of some rules does not show.
+    """
+    seeds = [one._options.rounding_seed for one in optimizers]
+    if not any(seed is not None for seed in seeds):
+        return {}
+    updates = {name: int(room.counter.item()) for name, room in _uncounted(model, optimizers).items()}
+    return {ROUNDING: Encoded({"seeds": seeds}, {}, ROUNDING), **({UPDATES: updates} if updates else {})}
+
+
+def _uncounted(model: torch.nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
+    """Return the state of parameters that is rounded at random and does not show how many updates it had, by name."""
+    names: dict[torch.Tensor, str] = {}
+    names |= {parameter: next(iter(_get_fqns(model, name))) for name, parameter in model.named_parameters()}
+    found: dict[str, Any] = {}
+    for one in optimizers:
+        if one._options.rounding_seed is not None and not one._rule.shows_step:
+            one._settle(None)
+            rooms = [room for room in one.state.rooms.values() if room.taken is None and room.parameter in names]
+            found.update((names[room.parameter], room) for room in rooms)
+    return found
+
+
+def go_on_rounding(model: torch.nn.Module | None, optimizers: list[torch.optim.Optimizer], reader: Reader) -> None:
+    """Let random rounding go on where the checkpoint's run was. The seed stays the optimizer's own."""
+    mine = ours(optimizers)
+    if model is None or all(one._options.rounding_seed is None for one in mine):
+        return
+    for name, room in _uncounted(model, mine).items():
+        if isinstance(updates := reader.objects.get(f"{UPDATES}.{name}"), int) and room.counter.item():
+            room.counter.fill_(float(updates))
+    saved = reader.value(ROUNDING)["seeds"] if ROUNDING in reader.objects else []
+    for one, seed in zip(mine, saved, strict=False):
+        own = one._options.rounding_seed
+        if own is not None and seed is not None and own != seed:
+            logger.warning(
+                "%s: %s rounds with rounding_seed=%d, and the checkpoint was made with %d: the bits will not be those "
+                "of a run without a restart",
+                reader.path,
+                one._label,
+                own,
+                seed,
+            )
 
 
 def frozen_names(model: torch.nn.Module | None) -> frozenset[str]:
@@ -126,11 +179,16 @@ def extra_of(reader: Reader) -> dict[str, Any] | None:
 
 
 def compare(
-    path: Path, wanted: Mapping[str, Any], metadata: Metadata, strict: bool, spared: frozenset[str]
+    path: Path,
+    wanted: Mapping[str, Any],
+    metadata: Metadata,
+    strict: bool,
+    spared: frozenset[str],
+    formats: Mapping[str, str],
 ) -> list[str]:
     """Return the names that the checkpoint lacks; raise if it is a checkpoint of another model.
 
-    It may lack the names in ``spared``.
+    It may lack the names in ``spared``. ``formats`` has the formats of tensors that are kept in fewer bits than f32.
     """
     found = metadata.state_dict_metadata
     for name, value in wanted.items():
@@ -149,7 +207,7 @@ def compare(
     if strict:
         both = [
             _listed("it lacks", _lacking([name for name in missing if name not in spared], found)),
-            _listed("it also has", _foreign(wanted, found)),
+            _listed("it also has", [_with_format(name, formats) for name in _foreign(wanted, found)]),
         ]
         if any(both):
             raise CheckpointError(
@@ -157,6 +215,10 @@ def compare(
                 "strict=False loads what fits"
             )
     return missing
+
+
+def _with_format(name: str, formats: Mapping[str, str]) -> str:
+    return f"{name} ({formats[name]})" if name in formats else name
 
 
 def _lacking(missing: list[str], found: Mapping[str, Any]) -> list[str]:

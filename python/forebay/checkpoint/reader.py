@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import math
 import zlib
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,12 @@ from torch.futures import Future
 from forebay import _core
 from forebay._checks import whole
 from forebay._device import CPU, is_cpu
+from forebay._log import logger
 from forebay._progress import bar
 from forebay._tensors import address, local, storage_address
 from forebay.checkpoint.files import StrPath, absolute, dtype_of, is_path
 from forebay.checkpoint.interrupts import allowed
+from forebay.checkpoint.native import readable_as_kept
 from forebay.checkpoint.snapshot import wait_before_load
 from forebay.checkpoint.values import decode
 from forebay.errors import CheckpointError, Error
@@ -37,6 +40,18 @@ from forebay.optim.packed import Assembly, Packed, standing_for
 
 STAGE_BYTES = 128 << 20
 """Bytes read at a time for tensors that need a copy: on a GPU, or of another type."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """A box of a chunk, or of one part of its encoding, and the tensor on the host that it is read into."""
+
+    index: MetadataIndex
+    offsets: list[int]
+    lengths: list[int]
+    into: torch.Tensor
+    # Its part of the encoding, to be read as it is; None for numbers.
+    kept: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +158,7 @@ class Reader(StorageReader):
                 planner.load_bytes(item, _pickled(self.value(item.storage_index.fqn)))
         items = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
         targets = [planner.resolve_tensor(item).detach() for item in items]
-        total = sum(target.nbytes for target in targets)
+        total = sum(self._stored_bytes(item, target) for item, target in zip(items, targets, strict=True))
         label = "/".join(Path(self._opened.folder).parts[-2:])
         with torch.no_grad(), bar(f"loading {label}", total, shown=self.progress) as moved:
             self._read(items, targets, moved)
@@ -153,11 +168,27 @@ class Reader(StorageReader):
         future.set_result(None)
         return future
 
+    def _stored_bytes(self, item: ReadItem, target: torch.Tensor) -> int:
+        """Return about how many bytes of files an item needs."""
+        if not target.numel():
+            return 0
+        chunk = self._chunk_of(item)
+        whole = sum(place["end"] - place["begin"] for place in (chunk, chunk.get("beside")) if place)
+        return int(whole * target.numel() // math.prod(chunk["shape"]))
+
     @property
     def objects(self) -> dict[str, Any]:
         """The values that are no tensors, as JSON."""
         found: dict[str, Any] = self._manifest["objects"]
         return found
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """The formats of tensors that are kept in fewer bits than f32."""
+        kinds = {name: of["kind"] for name, of in self._manifest.get("encodings", {}).items()}
+        tensors: dict[str, Any] = self._manifest["tensors"]
+        found = {name: {chunk.get("encoding") for chunk in of["chunks"]} - {None} for name, of in tensors.items()}
+        return {name: ", ".join(sorted(kinds[one] for one in of)) for name, of in found.items() if of}
 
     def value(self, name: str) -> Any:
         """Return a value that is no tensor, with the tensors in it."""
@@ -178,27 +209,45 @@ class Reader(StorageReader):
             view = found
             for dim, (offset, length) in enumerate(zip(chunk["offsets"], chunk["shape"], strict=True)):
                 view = view.narrow(dim, offset, length)
-            index = MetadataIndex(name, chunk["offsets"])
-            zeros, lengths = torch.Size([0] * found.dim()), torch.Size(chunk["shape"])
-            parts.append((ReadItem(LoadItemType.TENSOR, index, zeros, index, zeros, lengths), view))
+            zeros = [0] * found.dim()
+            parts.append(_Wanted(MetadataIndex(name, chunk["offsets"]), zeros, chunk["shape"], view))
         self._read_into(parts, _core.Moved())
         return found
 
     def _read(self, items: list[ReadItem], targets: list[torch.Tensor], moved: _core.Moved) -> None:
-        direct: list[tuple[ReadItem, torch.Tensor]] = []
+        direct: list[_Wanted] = []
         staged: list[tuple[ReadItem, torch.Tensor, torch.dtype]] = []
+        # Columns that are not on the host, to be read as they are.
+        apart: list[tuple[ReadItem, Packed]] = []
+        converted: set[str] = set()
         for item, target in zip(items, targets, strict=True):
             name = item.storage_index.fqn
             stored = dtype_of(self._manifest["tensors"][name]["dtype"], name)
-            if standing_for(target) is None and _is_direct(target, stored):
-                direct.append((item, target))
+            packed = standing_for(target)
+            if packed is not None and (as_kept := self._as_kept(item, packed, list(packed.values()))) is not None:
+                if all(is_cpu(part.device) for part in packed.values()):
+                    direct += as_kept
+                else:
+                    apart.append((item, packed))
+                continue
+            if packed is not None and "encoding" in self._chunk_of(item):
+                converted.add(name)
+            if packed is None and _is_direct(target, stored):
+                direct.append(_wanted(item, target))
             else:
                 staged.append((item, target, stored))
+        if converted:
+            logger.info(
+                "%s: %d tensors of state are decoded and encoded again: here they are in other shards or formats",
+                self._opened.folder,
+                len(converted),
+            )
         # A running save may still need the bytes that are about to be overwritten.
         wait_before_load()
         try:
             # All errors that can be detected early are raised here, before anything is written.
             self._read_into(direct, moved)
+            self._read_apart(apart, moved)
             batch: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
             assembly = Assembly()
             # Boxes of one packed column follow each other.
@@ -219,36 +268,78 @@ class Reader(StorageReader):
     def _read_staged(
         self, batch: list[tuple[ReadItem, torch.Tensor, torch.Tensor]], assembly: Assembly, moved: _core.Moved
     ) -> None:
-        self._read_into([(item, buffer) for item, _, buffer in batch], moved)
+        self._read_into([_wanted(item, buffer) for item, _, buffer in batch], moved)
         for item, target, buffer in batch:
             if (packed := standing_for(target)) is None:
                 target.copy_(buffer)
             else:
                 assembly.put(packed, item.dest_offsets, buffer)
 
-    def _read_into(self, pairs: list[tuple[ReadItem, torch.Tensor]], moved: _core.Moved) -> None:
-        """Read items into tensors on the CPU. The caller's list holds the tensors until the engine returns."""
+    def _chunk_of(self, item: ReadItem) -> dict[str, Any]:
+        """Return what the manifest says about the chunk of an item that is not empty."""
+        found: dict[str, Any] = self._manifest["tensors"][item.storage_index.fqn]["chunks"][
+            self._number(item.storage_index)
+        ]
+        return found
+
+    def _number(self, index: MetadataIndex) -> int:
+        shape = self._manifest["tensors"][index.fqn]["shape"]
+        offset = (0,) * len(shape) if index.offset is None else tuple(index.offset)
+        number: int = self._chunks[index.fqn, offset]
+        return number
+
+    def _as_kept(self, item: ReadItem, packed: Packed, into: list[torch.Tensor]) -> list[_Wanted] | None:
+        """Return what is read into a column's parts as it is in the files; None if its numbers have to be read."""
+        chunk = self._chunk_of(item)
+        parts = readable_as_kept(packed, self._manifest, chunk, item.storage_offsets, item.lengths)
+        if parts is None or any(item.dest_offsets):
+            return None
+        packed.check_awake()
+        return [
+            _Wanted(item.storage_index, [0] * len(shape), shape, part.view(shape), number)
+            for number, (part, (_, _, shape)) in enumerate(zip(into, parts, strict=True))
+        ]
+
+    def _read_apart(self, columns: list[tuple[ReadItem, Packed]], moved: _core.Moved) -> None:
+        """Read columns that are on a device as they are in the files, through memory for some of them at a time."""
+        wanted: list[_Wanted] = []
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for number, (item, packed) in enumerate(columns, 1):
+            parts = [torch.empty(part.shape, dtype=part.dtype, device=CPU) for part in packed.values()]
+            wanted += self._as_kept(item, packed, parts) or []
+            copies += zip(packed.values(), parts, strict=True)
+            if number == len(columns) or sum(part.nbytes for _, part in copies) >= STAGE_BYTES:
+                self._read_into(wanted, moved)
+                for part, read in copies:
+                    part.copy_(read)
+                wanted, copies = [], []
+
+    def _read_into(self, boxes: list[_Wanted], moved: _core.Moved) -> None:
+        """Read boxes into tensors on the CPU. The caller's list holds the tensors until the engine returns."""
         assert self._checkpoint is not None
-        keys = ("tensor", "chunk", "offset", "length", "stride", "address")
+        keys = ("tensor", "chunk", "offset", "length", "stride", "address", "kept")
         requests: dict[str, list[Any]] = {key: [] for key in keys}
-        for item, target in pairs:
-            if target.numel() == 0:
+        for box in boxes:
+            if box.into.numel() == 0:
                 continue
-            index = item.storage_index
-            shape = self._manifest["tensors"][index.fqn]["shape"]
-            offset = tuple(index.offset) if index.offset is not None else (0,) * len(shape)
-            requests["tensor"].append(index.fqn)
-            requests["chunk"].append(self._chunks[index.fqn, offset])
-            requests["offset"].append(list(item.storage_offsets))
-            requests["length"].append(list(item.lengths))
-            requests["stride"].append(list(target.stride()))
-            requests["address"].append(address(target))
+            requests["tensor"].append(box.index.fqn)
+            requests["chunk"].append(self._number(box.index))
+            requests["offset"].append(box.offsets)
+            requests["length"].append(box.lengths)
+            requests["stride"].append(list(box.into.stride()))
+            requests["address"].append(address(box.into))
+            requests["kept"].append(box.kept)
         self._checkpoint.read(requests, self.threads, moved)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
         """Whether this is a path in a file system."""
         return is_path(checkpoint_id)
+
+
+def _wanted(item: ReadItem, into: torch.Tensor) -> _Wanted:
+    """Return the box of numbers that an item asks for."""
+    return _Wanted(item.storage_index, list(item.storage_offsets), list(item.lengths), into)
 
 
 def _is_direct(target: torch.Tensor, stored: torch.dtype) -> bool:

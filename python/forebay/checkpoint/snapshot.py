@@ -19,8 +19,9 @@ from forebay._device import CPU, engine_name, is_cpu, is_gpu, stream_handle
 from forebay._live import Live, wait_for_live
 from forebay._tensors import address, addresses, local, state_like
 from forebay.checkpoint.contents import ours
+from forebay.checkpoint.native import Kept, find, frozen
 from forebay.optim.base import Optimizer
-from forebay.optim.packed import standing_for
+from forebay.optim.packed import Packed, standing_for
 
 SMALL_BYTES = 64 << 10
 """Host tensors smaller than this are copied one by one."""
@@ -40,12 +41,20 @@ class Snapshot:
         The optimizers whose state is part of it.
     budget_bytes
         The most host memory for copies; None for as much as needed, up to 75 % of the available memory.
+    native
+        Columns that are saved as they are kept, by the address of what stands for them. All others are copied as f32.
     """
 
     def __init__(
-        self, state: dict[str, Any], optimizers: list[torch.optim.Optimizer], budget_bytes: int | None
+        self,
+        state: dict[str, Any],
+        optimizers: list[torch.optim.Optimizer],
+        budget_bytes: int | None,
+        native: dict[int, Kept] | None = None,
     ) -> None:
         self.state: dict[str, Any] = {}
+        # The columns of this moment that are saved as they are kept, by the address of what stands for them in `state`.
+        self.native: dict[int, Kept] = {}
         self.kept: _core.Snapshot | None = None
         self.live = Live({}, {}, [])
         self.copied_bytes = 0
@@ -54,7 +63,12 @@ class Snapshot:
         engines = [one._engine for one in _keepers(optimizers) if one._engine is not None]
         room = _room() if budget_bytes is None else budget_bytes
         try:
-            pinned, others = _sorted(state, _pinned(optimizers))
+            in_engine = _pinned(optimizers)
+            pinned, others = _sorted(state, in_engine)
+            # The engine keeps parts in its memory; the others are copied as tensors are.
+            native = native or {}
+            loose = [part for of in native.values() for part in of.tensors if address(part) not in in_engine]
+            others += loose
             # If all tensors fit, it does not matter which of them steps change.
             is_short = sum(local(tensor).nbytes for tensor in others) > room
             stepped = _stepped(optimizers) if is_short else {}
@@ -63,10 +77,12 @@ class Snapshot:
             replaced = self._copy(others, room)
             # Tensors of their own: those of the optimizer follow its state when that moves.
             replaced.update((id(tensor), state_like(tensor, local(tensor).detach())) for tensor in pinned)
+            replaced.update(self._stand_ins(native, replaced, set(map(id, loose))))
             self.state = _rebuilt(state, replaced)
             if uncopied := {id(tensor) for tensor in others} - replaced.keys():
                 named, _ = flatten_state_dict(self.state)
                 tensors = {name: value for name, value in named.items() if id(value) in uncopied}
+                tensors |= self._uncopied_parts(named, uncopied)
                 self._is_loose = any(address(local(tensor)) not in stepped for tensor in tensors.values())
                 self.live = Live(tensors, stepped, optimizers)
             # One for all engines, so that they share the room.
@@ -74,6 +90,28 @@ class Snapshot:
         except BaseException:
             self.finish()
             raise
+
+    def _stand_ins(
+        self, native: dict[int, Kept], replaced: dict[int, torch.Tensor], loose: set[int]
+    ) -> dict[int, torch.Tensor]:
+        """Return what stands for columns of this moment, by the ids of the tensors that stand for the optimizer's."""
+        found = {}
+        for of in native.values():
+            # Tensors of their own: those of the optimizer follow its state when that moves.
+            parts = [replaced.get(id(part), part if id(part) in loose else part.detach()) for part in of.tensors]
+            where, kept = frozen(of, parts)
+            self.native[where] = kept
+            found[id(of.stand_in)] = kept.stand_in
+        return found
+
+    def _uncopied_parts(self, named: dict[str, Any], uncopied: set[int]) -> dict[str, torch.Tensor]:
+        """Return the parts of columns that are read in place. The first of a column has the column's name."""
+        found: dict[str, torch.Tensor] = {}
+        for name, value in named.items():
+            kept = find(self.native, value)
+            parts = [] if kept is None else [part for part in kept.tensors if id(part) in uncopied]
+            found.update((f"{name}:{number}" if number else name, part) for number, part in enumerate(parts))
+        return found
 
     def _copy(self, tensors: list[torch.Tensor], room: int) -> dict[int, torch.Tensor]:
         """Return copies of the tensors that fit into the budget."""
@@ -171,7 +209,7 @@ def _pinned(optimizers: list[torch.optim.Optimizer]) -> set[int]:
         address(local(view))
         for one in _keepers(optimizers)
         for room in one.state.rooms.values()
-        for view in room.views.values()
+        for view in (*room.views.values(), *(part for packed in room.packed.values() for part in packed.values()))
         if local(view).numel() and not room.is_resident
     }
 
@@ -183,7 +221,8 @@ def _stepped(optimizers: list[torch.optim.Optimizer]) -> dict[int, torch.Tensor]
         for one in optimizers
         for group in one.param_groups
         for parameter in group["params"]
-        for tensor in (parameter, *dict.values(dict.get(one.state, parameter, {})))
+        for value in (parameter, *dict.values(dict.get(one.state, parameter, {})))
+        for tensor in (value.values() if isinstance(value, Packed) else (value,))
         if isinstance(tensor, torch.Tensor)
     }
 
@@ -223,9 +262,9 @@ def _leaves(value: Any) -> list[torch.Tensor]:
 def _rebuilt(value: Any, replaced: dict[int, torch.Tensor]) -> Any:
     """Return nested state with some tensors replaced, and with copies of all other values."""
     if isinstance(value, torch.Tensor):
-        if (packed := standing_for(value)) is not None:
+        if id(value) not in replaced and (packed := standing_for(value)) is not None:
             # Steps may change its parts, and the weight of a master, before it is written.
-            return packed.read()
+            return packed.on_host()
         return replaced.get(id(value), value)
     if isinstance(value, dict):
         return {key: _rebuilt(item, replaced) for key, item in value.items()}

@@ -19,6 +19,7 @@ from forebay._progress import bar
 from forebay._tensors import address, local
 from forebay.checkpoint.files import StrPath, absolute, dtype_name, is_path
 from forebay.checkpoint.interrupts import allowed
+from forebay.checkpoint.native import find, record_of
 from forebay.checkpoint.ranks import plain_errors, ranks_of
 from forebay.checkpoint.values import encode
 from forebay.errors import CheckpointError, Error, OptionError
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
     from torch.distributed.checkpoint.planner import TensorWriteData
 
+    from forebay.checkpoint.native import Kept
     from forebay.checkpoint.snapshot import Snapshot
 
     Stored = list[dict[str, Any]]
@@ -48,6 +50,18 @@ class _Place:
 
     folder: str
     prefix: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Entry:
+    """One entry of a file: an item's tensor, or a part of its encoding."""
+
+    item: int
+    part: int
+    name: str
+    dtype: str
+    shape: list[int]
+    data: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +105,8 @@ class Writer(StorageWriter):
         self.snapshot: Snapshot | None = None
         self.bytes_per_s: float | None = None
         self.moved: _core.Moved | None = None
+        # Columns that are written as they are kept, by the address of what stands for them.
+        self.native: dict[int, Kept] = {}
         # Each raises if there is a reason not to save.
         self.checks: list[Callable[[], None]] = []
         # Bytes of tensors that this rank has written.
@@ -147,10 +163,13 @@ class Writer(StorageWriter):
         ]
         if self.moved is not None:
             # Each rank writes its share of what all ranks have.
-            self.moved.expect(sum(_bytes(item) for item in tensors))
+            kept = [self._kept(item, planner) for item in tensors]
+            pairs = zip(tensors, kept, strict=True)
+            self.moved.expect(sum(_bytes(item) if of is None else of.bytes for item, of in pairs))
         stored, files = self._write_all(place, tensors, planner)
         for item, tensor in zip(tensors, stored, strict=True):
-            results.append(WriteResult(item.index, tensor["end"] - tensor["begin"], _StoredItem(tensor=tensor)))
+            size = sum(place["end"] - place["begin"] for place in (tensor, tensor.get("beside")) if place)
+            results.append(WriteResult(item.index, size, _StoredItem(tensor=tensor)))
         if files:
             first = results[0]
             with_files = dataclasses.replace(first.storage_data, files=files)
@@ -165,8 +184,12 @@ class Writer(StorageWriter):
         first = [item for item in items if item.index.fqn in live]
         rest = [item for item in items if item.index.fqn not in live]
         where, files = self._write_live(place, first, planner)
+
         # Packed columns are written a part at a time, so that their f32 values need little memory.
-        ordinary = [item for item in rest if standing_for(_look_at(planner, item)) is None]
+        def is_ordinary(item: WriteItem) -> bool:
+            return self._kept(item, planner) is not None or standing_for(_look_at(planner, item)) is None
+
+        ordinary = [item for item in rest if is_ordinary(item)]
         unpacked = set(map(id, ordinary))
         packed = [item for item in rest if id(item) not in unpacked]
         for number, part in enumerate(_parts(packed)):
@@ -197,8 +220,7 @@ class Writer(StorageWriter):
         self, place: _Place, items: list[WriteItem], planner: SavePlanner, *, is_last: bool
     ) -> tuple[Stored, Files]:
         # Held until the call below returns: the engine reads their memory.
-        held, gpu = _resolved(items, planner)
-        entries = _columns(items, held)
+        held, gpu = self._entries(items, planner)
         manner = {
             "snapshot": self.snapshot.kept if self.snapshot is not None and is_last else None,
             "bytes_per_s": self.bytes_per_s,
@@ -207,13 +229,79 @@ class Writer(StorageWriter):
         device = None if gpu is None else engine_name(gpu)
         stream = 0 if gpu is None else stream_handle(gpu)
         shown = False if self.snapshot is not None else self.progress
-        with bar(f"saving {self.path.name}", sum(data.nbytes for data in held), shown=shown) as counted:
+        total = sum(entry.data.nbytes for entry in held)
+        with bar(f"saving {self.path.name}", total, shown=shown) as counted:
             moved = self.moved or counted
             written = _core.write_checkpoint(
-                place.folder, place.prefix, entries, device, stream, self.threads, moved, manner
+                place.folder, place.prefix, _columns(held), device, stream, self.threads, moved, manner
             )
-        self.written_bytes += sum(data.nbytes for data in held)
-        return _where(items, entries, written)
+        self.written_bytes += total
+        return self._where(items, held, written, planner)
+
+    def _kept(self, item: WriteItem, planner: SavePlanner) -> Kept | None:
+        """Return the column that is written as it is kept in place of an item; None for an ordinary item."""
+        if not self.native:
+            return None
+        kept = find(self.native, _look_at(planner, item))
+        # A part of a local tensor has no parts of its own.
+        whole = kept is not None and _described(item).chunk.sizes == local(kept.packed.parameter).shape
+        return kept if whole else None
+
+    def _entries(self, items: list[WriteItem], planner: SavePlanner) -> tuple[list[_Entry], torch.device | None]:
+        """Return what is written for items, on the host or on one GPU, and that GPU."""
+        entries: list[_Entry] = []
+        gpu: torch.device | None = None
+
+        def add(number: int, part: int, suffix: str, dtype: str | None, shape: list[int], data: torch.Tensor) -> None:
+            nonlocal gpu
+            if is_gpu(data.device) and gpu in (None, data.device):
+                gpu = data.device
+            elif not is_cpu(data.device):
+                # On a second GPU, or on a device that only torch can read.
+                data = data.cpu()
+            of, name = _described(items[number]), items[number].index.fqn
+            entry_name = _entry_name(name + suffix, of.chunk, of.size)
+            entries.append(_Entry(number, part, entry_name, dtype or dtype_name(data.dtype, name), shape, data))
+
+        for number, item in enumerate(items):
+            if (kept := self._kept(item, planner)) is not None:
+                for part, (data, described) in enumerate(zip(kept.tensors, kept.parts, strict=True)):
+                    add(number, part, *described, data)
+                continue
+            data = _look_at(planner, item)
+            packed = standing_for(data)
+            data = _dense(data if packed is None else packed.on_host())
+            add(number, 0, "", None, list(data.shape), data)
+        return entries, gpu
+
+    def _where(
+        self, items: list[WriteItem], entries: list[_Entry], written: list[Any], planner: SavePlanner
+    ) -> tuple[Stored, Files]:
+        """Return where the engine has written each item, and the files."""
+        files: list[dict[str, Any]] = []
+        stored: Stored = [{} for _ in items]
+        for name, length, blocks, inside in written:
+            files.append({"name": name, "bytes": length, "blocks": blocks})
+            for number, begin, end in inside:
+                entry = entries[number]
+                place = {"file": name, "begin": begin, "end": end}
+                if entry.part:
+                    stored[entry.item]["beside"] = place
+                else:
+                    stored[entry.item].update(place)
+        first = {entry.item: entry for entry in reversed(entries)}
+        for number, item in enumerate(items):
+            described = _described(item)
+            stored[number].update(size=list(described.size), offsets=list(described.chunk.offsets))
+            if (kept := self._kept(item, planner)) is None:
+                stored[number].update(dtype=first[number].dtype, shape=first[number].shape)
+                continue
+            stored[number].update(dtype="F32", shape=list(described.chunk.sizes), encoding=kept.encoding)
+            if kept.order is not None:
+                stored[number]["order"] = kept.order
+            if kept.weight is not None:
+                stored[number]["weight"] = kept.weight
+        return stored, tuple(files)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the manifest: after this the checkpoint is complete."""
@@ -307,23 +395,6 @@ def _look_up(planner: SavePlanner, item: WriteItem) -> Any:
     return encode(look_up(item.index), item.index.fqn)
 
 
-def _resolved(items: list[WriteItem], planner: SavePlanner) -> tuple[list[torch.Tensor], torch.device | None]:
-    """Return the items' tensors, contiguous and on the host or on one GPU, and that GPU."""
-    found = []
-    gpu: torch.device | None = None
-    for item in items:
-        data = _look_at(planner, item)
-        packed = standing_for(data)
-        data = _dense(data if packed is None else packed.read())
-        if is_gpu(data.device) and gpu in (None, data.device):
-            gpu = data.device
-        elif not is_cpu(data.device):
-            # On a second GPU, or on a device that only torch can read.
-            data = data.cpu()
-        found.append(data)
-    return found, gpu
-
-
 def _look_at(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     """Return an item's tensor."""
     found: torch.Tensor = planner.resolve_data(item)  # type: ignore[assignment]
@@ -348,15 +419,14 @@ def _dense(data: Any) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 
-def _columns(items: list[WriteItem], tensors: list[torch.Tensor]) -> dict[str, list[Any]]:
-    """Return the properties of tensors that the engine needs: one list for each property."""
-    described = [(item.index.fqn, _described(item)) for item in items]
+def _columns(entries: list[_Entry]) -> dict[str, list[Any]]:
+    """Return the properties of entries that the engine needs: one list for each property."""
     return {
-        "name": [_entry_name(name, of.chunk, of.size) for name, of in described],
-        "dtype": [dtype_name(data.dtype, item.index.fqn) for item, data in zip(items, tensors, strict=True)],
-        "shape": [list(data.shape) for data in tensors],
-        "address": [address(data) for data in tensors],
-        "on_device": [is_gpu(data.device) for data in tensors],
+        "name": [entry.name for entry in entries],
+        "dtype": [entry.dtype for entry in entries],
+        "shape": [entry.shape for entry in entries],
+        "address": [address(entry.data) for entry in entries],
+        "on_device": [is_gpu(entry.data.device) for entry in entries],
     }
 
 
@@ -366,26 +436,6 @@ def _entry_name(name: str, chunk: ChunkStorageMetadata, size: torch.Size) -> str
         return name
     ranges = (f"{offset}:{offset + length}" for offset, length in zip(chunk.offsets, chunk.sizes, strict=True))
     return f"{name}[{','.join(ranges)}]"
-
-
-def _where(items: list[WriteItem], entries: dict[str, list[Any]], written: list[Any]) -> tuple[Stored, Files]:
-    """Return where the engine has written each item, and the files."""
-    files: list[dict[str, Any]] = []
-    stored: Stored = [{} for _ in items]
-    for name, length, blocks, inside in written:
-        files.append({"name": name, "bytes": length, "blocks": blocks})
-        for number, begin, end in inside:
-            described = _described(items[number])
-            stored[number] = {
-                "dtype": entries["dtype"][number],
-                "size": list(described.size),
-                "offsets": list(described.chunk.offsets),
-                "shape": entries["shape"][number],
-                "file": name,
-                "begin": begin,
-                "end": end,
-            }
-    return stored, tuple(files)
 
 
 def _manifest(stored: list[tuple[str, _StoredItem]], planner_data: Any) -> dict[str, Any]:
@@ -407,8 +457,15 @@ def _manifest(stored: list[tuple[str, _StoredItem]], planner_data: Any) -> dict[
             continue
         of = part.tensor
         tensor = manifest["tensors"].setdefault(name, {"dtype": of["dtype"], "shape": of["size"], "chunks": []})
-        chunk = {key: of[key] for key in ("offsets", "shape", "begin", "end")}
+        keys = ("offsets", "shape", "begin", "end", "encoding", "order")
+        chunk: dict[str, Any] = {key: of[key] for key in keys if key in of}
+        if "beside" in of:
+            chunk["beside"] = {**of["beside"], "file": numbers[of["beside"]["file"]]}
         tensor["chunks"].append({**chunk, "file": numbers[of["file"]]})
+        if "weight" in of:
+            tensor["weight"] = of["weight"]
+        if "encoding" in of:
+            manifest.setdefault("encodings", {})[of["encoding"]] = record_of(of["encoding"])
     return manifest
 
 

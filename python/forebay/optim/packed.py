@@ -58,13 +58,20 @@ class Packed(dict[str, torch.Tensor], ABC):
 
     def read(self) -> torch.Tensor:
         """Return a copy of the values as f32: on the host, or on the device if they are kept there."""
+        return self._copy(self._device)
+
+    def on_host(self) -> torch.Tensor:
+        """Return a copy of the values as f32 on the host, without memory on a device."""
+        return self._copy(CPU)
+
+    def _copy(self, device: torch.device) -> torch.Tensor:
         inner = local(self.parameter).detach()
         strides, elements = dense_strides(inner), inner.numel()
         flat = torch.empty(elements, dtype=torch.float32, device=CPU)
-        self._check_awake()
+        self.check_awake()
         if elements:
             self._widen([part.to(CPU) for part in self.values()], flat)
-        values = torch.as_strided(flat.to(self._device), inner.shape, strides)
+        values = torch.as_strided(flat.to(device), inner.shape, strides)
         return state_like(self.parameter, values)
 
     def write(self, value: torch.Tensor) -> None:
@@ -73,7 +80,7 @@ class Packed(dict[str, torch.Tensor], ABC):
         other = standing_for(value)
         if not inner.numel() or other is self:
             return
-        self._check_awake()
+        self.check_awake()
         value = value if other is None else other.read()
         numbers = torch.empty_strided(inner.shape, dense_strides(inner), dtype=torch.float32, device=CPU)
         numbers.copy_(local(value).detach().reshape(inner.shape))
@@ -130,7 +137,7 @@ class Packed(dict[str, torch.Tensor], ABC):
     def _device(self) -> torch.device:
         return next(iter(self.values())).device
 
-    def _check_awake(self) -> None:
+    def check_awake(self) -> None:
         """Raise if memory was taken away, as from a sleeping model."""
         for part in self.values():
             check_memory(part, f"{self.column} of a parameter, kept as {self.format},")
@@ -253,7 +260,8 @@ class CompactMaster(Packed):
             return None
         return "does not round to the parameter, which has the upper half of a compact master; set the parameter first"
 
-    def _check_awake(self) -> None:
+    def check_awake(self) -> None:
+        """Raise if memory was taken away, as from a sleeping model."""
         check_memory(local(self.parameter), "a parameter with a compact master")
         for part in self.values():
             check_memory(part, "a compact master")
@@ -277,7 +285,7 @@ class Assembly:
             return
         if self._open is None or self._open[0] is not packed:
             self.finish()
-            self._open = packed, local(packed.read()).to(CPU)
+            self._open = packed, local(packed.on_host())
         box_of(self._open[1], offsets, values.shape).copy_(values)
 
     def finish(self) -> None:

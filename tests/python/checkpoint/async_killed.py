@@ -37,6 +37,10 @@ class SavesBeside:
     choices = (None, 0, 8 << 20)
     spread, longest_s = 1.5, float("inf")
 
+    def make(self) -> tuple[torch.nn.Module, forebay.AdamW]:
+        """Return a model with its optimizer."""
+        return kill_loop.plain(self.sizes)
+
     def check(self, model: torch.nn.Module, optimizer: forebay.AdamW, number: int) -> None:
         """Fail where an element is not that of its moment: all of them had the same gradients."""
         for i, parameter in enumerate(model.parameters()):

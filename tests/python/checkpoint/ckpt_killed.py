@@ -11,23 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+import forebay
 from forebay import checkpoint
+from forebay.optim.packed import Packed
 from support import kill_loop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import forebay
+    from collections.abc import Callable, Iterator
 
 
-def fill(model: torch.nn.Module, optimizer: forebay.AdamW, number: int) -> None:
-    """Make every byte of weights and moments the number."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.reshape(-1).view(torch.uint8).fill_(number % 251)
-            for kind in ("exp_avg", "exp_avg_sq"):
-                moment = optimizer.state[parameter][kind].reshape(-1)
-                moment.view(torch.uint8).fill_(number % 251)
+def memory(model: torch.nn.Module, optimizer: forebay.AdamW) -> Iterator[torch.Tensor]:
+    """Return the bytes of weights, moments and masters, as they are kept."""
+    optimizer.synchronize()
+    for parameter in model.parameters():
+        yield parameter.detach().reshape(-1).view(torch.uint8)
+        for kind, value in dict.items(dict.__getitem__(optimizer.state, parameter)):
+            if kind != "step":
+                for part in value.values() if isinstance(value, Packed) else (value,):
+                    yield part.reshape(-1).view(torch.uint8)
 
 
 class Saves:
@@ -37,12 +38,19 @@ class Saves:
     choices = (None, 1, 2)
     spread, longest_s = 3.0, 0.1
 
+    def make(self) -> tuple[torch.nn.Module, forebay.AdamW]:
+        """Return a model with its optimizer."""
+        return kill_loop.plain(self.sizes)
+
+    def fill(self, model: torch.nn.Module, optimizer: forebay.AdamW, number: int) -> None:
+        """Make every byte the number."""
+        for part in memory(model, optimizer):
+            part.fill_(number % 251)
+
     def check(self, model: torch.nn.Module, optimizer: forebay.AdamW, number: int) -> None:
         """Fail where a byte is not the number."""
-        for parameter in model.parameters():
-            for tensor in (parameter, optimizer.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg_sq"]):
-                found = tensor.detach().reshape(-1).view(torch.uint8)
-                assert bool((found == number % 251).all()), f"save {number} holds bytes of another"
+        for found in memory(model, optimizer):
+            assert bool((found == number % 251).all()), f"save {number} holds bytes of another"
 
     def save(self, path: Path, model: torch.nn.Module, optimizer: Any, **options: Any) -> None:
         """Save once."""
@@ -60,11 +68,25 @@ class Saves:
         """Fill and save for ever."""
         while True:
             number += 1
-            fill(model, optimizer, number)
+            self.fill(model, optimizer, number)
             tell(kill_loop.BEGUN, number)
             self.save(path, model, optimizer, extra={"number": number}, keep_last=choice)
             tell(kill_loop.SAVED, number)
 
 
+class NativeSaves(Saves):
+    """The same with state in fewer bits, saved as it is kept."""
+
+    def make(self) -> tuple[torch.nn.Module, forebay.AdamW]:
+        """Return a model with its optimizer."""
+        model = torch.nn.ParameterList([torch.zeros(size, dtype=torch.bfloat16) for size in self.sizes])
+        return model, forebay.AdamW(model.parameters(), state_dtype="8bit", master_weights="compact")
+
+    def save(self, path: Path, model: torch.nn.Module, optimizer: Any, **options: Any) -> None:
+        """Save once."""
+        checkpoint.save(path, model, optimizer, native=True, **options)
+
+
 if __name__ == "__main__":
-    kill_loop.main(Saves(), Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    saves = NativeSaves() if "native" in sys.argv else Saves()
+    kill_loop.main(saves, Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -17,14 +17,15 @@ KILLS = int(os.environ.get("FOREBAY_KILLS") or times(60, 2000))
 LIMIT_S = 60 + KILLS
 
 
+@pytest.mark.parametrize("kind", ["portable", "native"])
 @pytest.mark.timeout(LIMIT_S + 10)
-def test_killed_at_random_moments_the_last_complete_checkpoint_loads() -> None:
+def test_killed_at_random_moments_the_last_complete_checkpoint_loads(kind: str) -> None:
     program = Path(__file__).parent / "ckpt_killed.py"
     seed = int.from_bytes(os.urandom(4), "little")
     # What a killed process wrote is in the system's cache, whatever the disk: a disk in memory is as good and faster.
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory) as folder:
-        arguments = [sys.executable, program, Path(folder) / "run", str(KILLS), str(seed)]
+        arguments = [sys.executable, program, Path(folder) / "run", str(KILLS), str(seed), kind]
         done = subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, f"seed {seed}: {done.stderr[-3000:]}"
     kills, _, last = done.stdout.split()

@@ -40,6 +40,9 @@ class Job(Protocol):
     longest_s: float
     """And no later than this."""
 
+    def make(self) -> tuple[torch.nn.Module, forebay.AdamW]:
+        """Return a model with its optimizer."""
+
     def check(self, model: torch.nn.Module, optimizer: forebay.AdamW, number: int) -> None:
         """Fail where the state is not that of this number."""
 
@@ -58,14 +61,19 @@ class Job(Protocol):
         """Change the state and save it, for ever; ``tell`` says that a save has begun, and that it is complete."""
 
 
+def plain(sizes: Iterable[tuple[int, ...]]) -> tuple[torch.nn.Module, forebay.AdamW]:
+    """Return a model with f32 parameters of these sizes, and its optimizer."""
+    model = torch.nn.ParameterList([torch.zeros(size) for size in sizes])
+    return model, forebay.AdamW(model.parameters())
+
+
 def child(job: Job, path: Path, pipe: int, choice: Any) -> None:
     """Load, check, tell; then save for ever."""
 
     def tell(what: int, number: int) -> None:
         os.write(pipe, RECORD.pack(what, number))
 
-    model = torch.nn.ParameterList([torch.zeros(size) for size in job.sizes])
-    optimizer = forebay.AdamW(model.parameters())
+    model, optimizer = job.make()
     optimizer.prepare()
     number = 0
     if any(path.glob("*/manifest.json")):

@@ -28,7 +28,7 @@ use std::ops::Range;
 use super::shares::{check, elements, in_shares};
 use super::{Column, Stored};
 use crate::cpu::update::Unit;
-use crate::cpu::update::convert::f32_to_bf16;
+use crate::cpu::update::convert::{bf16_to_f32, f32_to_bf16};
 use crate::cpu::update::packed::Kept;
 use crate::error::{Error, Result};
 use crate::kernel::Dtype;
@@ -268,6 +268,18 @@ pub fn bf16_at_random(value: f32, random: u32) -> u16 {
     if bits & 0x7f80_0000 == 0x7f80_0000 { f32_to_bf16(value) } else { ((bits + (random >> 16)) >> 16) as u16 }
 }
 
+/// An f32 to bf16, to nearest-even.
+#[inline(always)]
+pub fn to_bf16(value: f32) -> u16 {
+    f32_to_bf16(value)
+}
+
+/// A bf16 as an f32.
+#[inline(always)]
+pub fn from_bf16(bits: u16) -> f32 {
+    bf16_to_f32(bits)
+}
+
 /// Writes the numbers of a column on the host as f32. Nobody may write to any of this memory meanwhile.
 pub fn numbers_of(column: &RuleColumn, kept: &Moment, numbers: &Region) -> Result<()> {
     convert(column, kept, numbers, |of, unit, block, numbers| {
@@ -316,7 +328,6 @@ fn convert(
 mod tests {
     use super::super::shares::SHARE_ELEMENTS;
     use super::*;
-    use crate::cpu::update::convert::bf16_to_f32;
     use crate::memory::Buffer;
 
     const CODES: [Code; 2] = [Code::UNSIGNED, Code::SIGNED];

@@ -6,28 +6,33 @@ use std::os::unix::fs::FileExt as _;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
+use forebay_device::{Buffer, file};
 use serde::{Serialize, de::DeserializeOwned};
 use serde_json::{Map, Value, json};
 
-use super::boxes::{TensorBox, row_major, runs};
+use super::boxes::{TensorBox, row_major, runs, volume};
+use super::decode::split;
 use super::folder::{Saving, sync_folder};
 use super::manifest::{FileRecord, Manifest, StoredChunk, Tensor};
 use super::verify::{Header, HeaderEntry};
-use super::{BLOCK_BYTES, Checkpoint, element_bytes, encode_header, refuse, verify};
+use super::{BLOCK_BYTES, Checkpoint, Request, element_bytes, encode_header, refuse, verify};
 use crate::error::{Error, Result};
 
 /// The texts of a plain file that hold values which are no tensors: beside tensors, safetensors has texts only.
 const OBJECTS: &str = "forebay.objects";
 const PATHS: &str = "forebay.paths";
 
+/// Elements that are decoded before they are written.
+const DECODED_ELEMENTS: u64 = 4 << 20;
+
 /// The start of the names of a model's tensors in a checkpoint.
-const WEIGHTS: &str = "model.";
+pub(super) const WEIGHTS: &str = "model.";
 
 /// Writes all of a checkpoint into one file, each tensor whole, after comparing every checksum. `moved` counts bytes.
 pub fn to_safetensors(checkpoint: &Checkpoint, target: &Path, moved: &AtomicU64) -> Result<()> {
     let manifest = checkpoint.manifest();
     let texts = json!({"format": "pt", OBJECTS: to_text(&manifest.objects), PATHS: to_text(&manifest.paths)});
-    let all = manifest.tensors.iter().map(|(name, tensor)| (name.as_str(), tensor));
+    let all = manifest.tensors.iter().map(|(name, tensor)| (name.as_str(), (name.as_str(), tensor)));
     write_plain(checkpoint, all.collect(), texts, target, moved)
 }
 
@@ -35,17 +40,19 @@ pub fn to_safetensors(checkpoint: &Checkpoint, target: &Path, moved: &AtomicU64)
 /// checksum of the checkpoint is compared before. `moved` counts bytes.
 pub fn export_weights(checkpoint: &Checkpoint, target: &Path, moved: &AtomicU64) -> Result<()> {
     let named = checkpoint.manifest().tensors.iter();
-    let weights: Vec<_> = named.filter_map(|(name, tensor)| Some((name.strip_prefix(WEIGHTS)?, tensor))).collect();
+    let weights: Vec<_> =
+        named.filter_map(|(name, tensor)| Some((name.strip_prefix(WEIGHTS)?, (name.as_str(), tensor)))).collect();
     if weights.is_empty() {
         return refuse(checkpoint.folder(), "it has no weights: no tensor in it was saved as a part of a model");
     }
     write_plain(checkpoint, weights, json!({"format": "pt"}), target, moved)
 }
 
-/// Writes tensors of a checkpoint, under these names, into one file that is complete or absent.
+/// Writes tensors of a checkpoint, under these names, into one file that is complete or absent. What is encoded is
+/// written as its numbers.
 fn write_plain(
     checkpoint: &Checkpoint,
-    mut order: Vec<(&str, &Tensor)>,
+    mut order: Vec<(&str, (&str, &Tensor))>,
     texts: Value,
     target: &Path,
     moved: &AtomicU64,
@@ -56,10 +63,10 @@ fn write_plain(
     }
     let mut header = Map::new();
     header.insert("__metadata__".to_owned(), texts);
-    order.sort_by_key(|(name, tensor)| (std::cmp::Reverse(element_bytes(&tensor.dtype)), *name));
+    order.sort_by_key(|(name, (_, tensor))| (std::cmp::Reverse(element_bytes(&tensor.dtype)), *name));
     let mut at = 0u64;
     let mut starts = Vec::with_capacity(order.len());
-    for (name, tensor) in &order {
+    for (name, (_, tensor)) in &order {
         let entry = json!({"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [at, at + tensor.bytes()]});
         header.insert((*name).to_owned(), entry);
         starts.push(at);
@@ -76,8 +83,8 @@ fn write_plain(
         out.write_all_at(&head, 0).map_err(fail)?;
         out.set_len(data + at).map_err(fail)?;
         let mut buffer = vec![0; BLOCK_BYTES as usize];
-        for ((_, tensor), start) in order.iter().zip(starts) {
-            copy_tensor(checkpoint, tensor, (&out, &partial), data + start, &mut buffer, moved)?;
+        for ((_, named), start) in order.iter().zip(starts) {
+            copy_tensor(checkpoint, *named, (&out, &partial), data + start, &mut buffer, moved)?;
         }
         out.sync_all().map_err(fail)?;
         fs::rename(&partial, target).map_err(|error| Error::file("write", target, &error))?;
@@ -91,7 +98,7 @@ fn write_plain(
 
 fn copy_tensor(
     checkpoint: &Checkpoint,
-    tensor: &Tensor,
+    (name, tensor): (&str, &Tensor),
     (out, target): (&File, &Path),
     start: u64,
     buffer: &mut [u8],
@@ -99,8 +106,12 @@ fn copy_tensor(
 ) -> Result<()> {
     let width = element_bytes(&tensor.dtype).unwrap_or(1);
     let strides = row_major(&tensor.shape);
-    for chunk in &tensor.chunks {
+    for (number, chunk) in tensor.chunks.iter().enumerate() {
         let TensorBox { offsets, shape } = &chunk.extent;
+        if chunk.encoding.is_some() {
+            copy_decoded(checkpoint, (name, number), (&tensor.shape, &chunk.extent), (out, target), start, moved)?;
+            continue;
+        }
         let base: u64 = offsets.iter().zip(&strides).map(|(offset, stride)| offset * stride).sum();
         let (source, path) = checkpoint.open_file(chunk.file)?;
         for run in runs(shape, &vec![0; shape.len()], shape, &strides) {
@@ -120,6 +131,41 @@ fn copy_tensor(
     Ok(())
 }
 
+/// Writes the numbers of an encoded chunk to their places in a plain file, a part at a time.
+fn copy_decoded(
+    checkpoint: &Checkpoint,
+    (name, number): (&str, usize),
+    (whole, extent): (&[u64], &TensorBox),
+    (out, target): (&File, &Path),
+    start: u64,
+    moved: &AtomicU64,
+) -> Result<()> {
+    let strides = row_major(whole);
+    let fail = |error: std::io::Error| Error::file("write", target, &error);
+    let memory = Buffer::pageable(4 * DECODED_ELEMENTS)?;
+    for part in split(&extent.shape, &TensorBox::whole(&extent.shape), DECODED_ELEMENTS) {
+        let elements = volume(&part.shape).unwrap_or(0);
+        let into = memory.region(0, 4 * elements)?;
+        let request = Request {
+            tensor: name.to_owned(),
+            chunk: number,
+            strides: row_major(&part.shape),
+            part: part.clone(),
+            into: into.clone(),
+            kept: None,
+        };
+        checkpoint.read(&[request], 1, &AtomicU64::new(0))?;
+        let offsets = part.offsets.iter().zip(&extent.offsets).zip(&strides);
+        let base: u64 = offsets.map(|((inner, outer), stride)| (inner + outer) * stride).sum();
+        for run in runs(&part.shape, &vec![0; part.shape.len()], &part.shape, &strides) {
+            let piece = into.slice(4 * run.from, 4 * run.elements)?;
+            file::write_at(out, start + 4 * (base + run.to), &piece).map_err(fail)?;
+        }
+        moved.fetch_add(4 * elements, Relaxed);
+    }
+    Ok(())
+}
+
 /// Makes a checkpoint of one plain file at a path. `moved` counts bytes.
 pub fn from_safetensors(source: &Path, path: &Path, moved: &AtomicU64) -> Result<()> {
     let fail = |error: std::io::Error| Error::file("read", source, &error);
@@ -135,8 +181,8 @@ pub fn from_safetensors(source: &Path, path: &Path, moved: &AtomicU64) -> Result
         }
     };
     let tensor = |HeaderEntry { dtype, shape, begin, end }: HeaderEntry| {
-        let chunk = StoredChunk { extent: TensorBox::whole(&shape), file: 0, begin: start + begin, end: start + end };
-        Tensor { dtype, shape, chunks: vec![chunk] }
+        let chunk = StoredChunk::plain(TensorBox::whole(&shape), 0, start + begin, start + end);
+        Tensor { dtype, shape, chunks: vec![chunk], weight: None }
     };
     let manifest = Manifest {
         block_bytes: BLOCK_BYTES,
@@ -145,6 +191,7 @@ pub fn from_safetensors(source: &Path, path: &Path, moved: &AtomicU64) -> Result
         objects: from_text(texts.get(OBJECTS)),
         paths: from_text(texts.get(PATHS)),
         made_by: [("forebay".to_owned(), crate::VERSION.to_owned())].into(),
+        ..Manifest::default()
     };
     saving.commit(&manifest, None)?;
     Ok(())

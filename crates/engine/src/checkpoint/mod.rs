@@ -11,6 +11,8 @@
 //! - Each file is checksummed in blocks of `block_bytes`, header and all, with CRC-32 (zlib's). The manifest begins with
 //!   `{"forebay_checkpoint":1,"crc32":"01234567",`, and that checksum covers every byte after this prefix. So each byte
 //!   of each file is covered by one checksum.
+//! - Boxes of a native checkpoint may be encoded: `encoding.rs` says how. Such a manifest begins with version 2, so that a
+//!   program that knows no encodings refuses it.
 //!
 //! [Note: the commit]
 //! Ranks write and `fsync` their files, then the folder. After that the coordinator writes the manifest under another
@@ -25,20 +27,28 @@
 
 mod boxes;
 mod convert;
+mod decode;
+mod encoding;
 mod folder;
 mod host_copies;
 mod manifest;
 mod read;
+mod reencode;
 mod sink;
 mod verify;
 mod write;
 
+#[cfg(test)]
+mod native_tests;
+
 pub use boxes::{CopyRun, TensorBox, dense_bytes, runs, span_bytes};
 pub use convert::{export_weights, from_safetensors, to_safetensors};
+pub use encoding::{Encoding, EncodingRecord};
 pub use folder::{Saving, complete, latest, prune};
 pub use host_copies::HostCopies;
-pub use manifest::{FileRecord, Manifest, StoredChunk, Tensor};
+pub use manifest::{FileRange, FileRecord, Manifest, StoredChunk, StoredPart, Tensor};
 pub use read::{Checkpoint, Request};
+pub use reencode::{Change, Changed, reencode};
 pub use verify::{Problem, Summary, TensorSummary, summarise, verify};
 pub use write::{FileEntry, WriteOptions, WrittenFile, write_files};
 

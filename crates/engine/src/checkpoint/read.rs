@@ -13,7 +13,8 @@ use std::sync::{Mutex, PoisonError};
 use forebay_device::{Cores, Region, file};
 
 use super::boxes::{TensorBox, runs, span_bytes};
-use super::manifest::Manifest;
+use super::decode::Decoding;
+use super::manifest::{Manifest, StoredChunk, StoredPart, Tensor};
 use super::{CACHED_BYTES, MANIFEST, element_bytes, folder, refuse};
 use crate::error::{Error, Result};
 
@@ -40,6 +41,9 @@ pub struct Request {
     pub into: Region,
     /// The target's strides, in elements.
     pub strides: Vec<u64>,
+    /// Which part of an encoded chunk to read as it is; `None` for its numbers. A part has the shape of
+    /// [`Manifest::parts`], and the box is one of that shape.
+    pub kept: Option<usize>,
 }
 
 /// A range of a file that goes to a range of memory.
@@ -90,39 +94,60 @@ impl Checkpoint {
         &self.manifest
     }
 
+    /// Takes a tensor out of it.
+    #[cfg(test)]
+    pub(super) fn forget(&mut self, tensor: &str) {
+        self.manifest.tensors.remove(tensor);
+    }
+
     pub(super) fn open_file(&self, index: usize) -> Result<(File, PathBuf)> {
         let path = self.folder.join(&self.manifest.files[index].name);
         let opened = File::open(&path).map_err(|error| Error::file("read", &path, &error))?;
         Ok((opened, path))
     }
 
+    /// The tensor and the chunk that a request names.
+    pub(super) fn find(&self, request: &Request) -> Result<(&Tensor, &StoredChunk)> {
+        let found = self.manifest.tensors.get(&request.tensor);
+        match found.and_then(|tensor| Some((tensor, tensor.chunks.get(request.chunk)?))) {
+            Some(found) => Ok(found),
+            None => refuse(&self.folder, format!("no chunk {} of tensor {:?}", request.chunk, request.tensor)),
+        }
+    }
+
+    /// What a request reads of the files: a whole chunk, or one part of its encoding.
+    fn part(&self, request: &Request) -> Result<StoredPart> {
+        let (tensor, chunk) = self.find(request)?;
+        let parts = self.manifest.parts(tensor, chunk).unwrap_or_default();
+        match parts.into_iter().nth(request.kept.unwrap_or(0)) {
+            Some(part) => Ok(part),
+            None => refuse(&self.folder, format!("no part {:?} of tensor {:?}", request.kept, request.tensor)),
+        }
+    }
+
     /// Refuses requests that do not fit the checkpoint or their memory, and cuts them into pieces of files.
-    fn pieces(&self, requests: &[Request]) -> Result<Vec<Vec<FilePiece>>> {
+    fn pieces(&self, requests: &[&Request]) -> Result<Vec<Vec<FilePiece>>> {
         let mut pieces: Vec<Vec<FilePiece>> = vec![Vec::new(); self.manifest.files.len()];
-        for (index, request) in requests.iter().enumerate() {
-            let found = self.manifest.tensors.get(&request.tensor);
-            let Some((tensor, chunk)) = found.and_then(|tensor| Some((tensor, tensor.chunks.get(request.chunk)?)))
-            else {
-                return refuse(&self.folder, format!("no chunk {} of tensor {:?}", request.chunk, request.tensor));
-            };
+        for (index, &request) in requests.iter().enumerate() {
+            let StoredPart { dtype, shape, place } = self.part(request)?;
             let TensorBox { offsets, shape: lengths } = &request.part;
-            let width = element_bytes(&tensor.dtype).unwrap_or(1);
-            let fits = request.part.is_inside(&chunk.extent.shape)
-                && span_bytes(&tensor.dtype, lengths, &request.strides) == Some(request.into.bytes());
+            let width = element_bytes(&dtype).unwrap_or(1);
+            let fits = request.part.is_inside(&shape)
+                && span_bytes(&dtype, lengths, &request.strides) == Some(request.into.bytes());
             if !fits {
                 return refuse(
                     &self.folder,
                     format!(
                         "tensor {:?}: {lengths:?} elements at {offsets:?} of a chunk of {:?} do not fit into {} bytes",
                         request.tensor,
-                        chunk.extent.shape,
+                        shape,
                         request.into.bytes()
                     ),
                 );
             }
-            for run in runs(&chunk.extent.shape, offsets, lengths, &request.strides) {
-                let begin = chunk.begin + run.from * width;
-                pieces[chunk.file].push(FilePiece {
+            for run in runs(&shape, offsets, lengths, &request.strides) {
+                let begin = place.begin + run.from * width;
+                pieces[place.file].push(FilePiece {
                     begin,
                     end: begin + run.elements * width,
                     request: index,
@@ -141,12 +166,23 @@ impl Checkpoint {
         serde_json::to_string(&self.manifest).or_else(|error| refuse(&self.folder, error.to_string()))
     }
 
-    /// Host memory for a request's box must have this many bytes: from the box's first element to its last.
-    pub fn bytes_into(&self, tensor: &str, shape: &[u64], strides: &[u64]) -> Result<u64> {
+    /// Host memory for a box of a chunk must have this many bytes: from the box's first element to its last. `kept` is a
+    /// part of an encoding, as in a [`Request`].
+    pub fn bytes_into(
+        &self,
+        tensor: &str,
+        chunk: usize,
+        kept: Option<usize>,
+        shape: &[u64],
+        strides: &[u64],
+    ) -> Result<u64> {
         let Some(found) = self.manifest.tensors.get(tensor) else {
             return refuse(&self.folder, format!("no tensor {tensor:?}"));
         };
-        match span_bytes(&found.dtype, shape, strides) {
+        let part = kept.and_then(|kept| {
+            self.manifest.parts(found, found.chunks.get(chunk)?)?.into_iter().nth(kept).map(|part| part.dtype)
+        });
+        match span_bytes(part.as_ref().unwrap_or(&found.dtype), shape, strides) {
             Some(bytes) => Ok(bytes),
             None => {
                 refuse(&self.folder, format!("tensor {tensor:?}: no memory has {shape:?} with strides {strides:?}"))
@@ -154,9 +190,23 @@ impl Checkpoint {
         }
     }
 
-    /// Reads all requests with at most `threads` threads; `read` counts bytes of files. Whatever can be refused is refused
-    /// before any memory is written. After a wrong checksum the memory may hold anything.
+    /// Reads all requests with at most `threads` threads; `read` counts bytes of files. Numbers that are encoded come as
+    /// f32. Whatever can be refused is refused before any memory is written. After a wrong checksum the memory may hold
+    /// anything.
     pub fn read(&self, requests: &[Request], threads: usize, read: &AtomicU64) -> Result<()> {
+        let (mut plain, mut encoded) = (Vec::new(), Vec::new());
+        for request in requests {
+            match Decoding::of(self, request)? {
+                Some(decoding) => encoded.push(decoding),
+                None => plain.push(request),
+            }
+        }
+        self.read_plain(&plain, threads, read)?;
+        self.decode(&encoded, threads, read)
+    }
+
+    /// The same for requests whose bytes are in the files as they are wanted.
+    pub(super) fn read_plain(&self, requests: &[&Request], threads: usize, read: &AtomicU64) -> Result<()> {
         let pieces = self.pieces(requests)?;
         let mut files = Vec::new();
         let mut blocks = Vec::new();
@@ -213,7 +263,7 @@ fn longest(pieces: &[FilePiece]) -> u64 {
 /// Reads blocks of one file.
 struct BlockReader<'a> {
     checkpoint: &'a Checkpoint,
-    requests: &'a [Request],
+    requests: &'a [&'a Request],
     pieces: &'a [FilePiece],
     /// The length of the longest piece: a piece that reaches into a block begins at most this far before it.
     longest: u64,

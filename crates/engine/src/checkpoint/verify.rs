@@ -1,6 +1,6 @@
 //! The contents of a checkpoint, and whether every byte is as it was written.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
@@ -13,7 +13,8 @@ use serde::Serialize;
 use serde_json::{Map, Value};
 
 use super::boxes::TensorBox;
-use super::manifest::Manifest;
+use super::encoding::Encoding;
+use super::manifest::{FileRange, Manifest, StoredPart, Tensor};
 use super::{Checkpoint, Request};
 use crate::error::{Error, Result};
 
@@ -32,8 +33,8 @@ impl fmt::Display for Problem {
     }
 }
 
-/// Checks every checksum of every file, that every byte of data belongs to one tensor, and that the files say the same
-/// about their entries as the manifest. `read` counts bytes. The manifest itself was checked when it was opened.
+/// Checks every checksum of every file, that every byte of data belongs to one tensor, that the files say the same about
+/// their entries as the manifest, and that scales are such as encodings have. `read` counts bytes. The manifest itself was checked when it was opened.
 pub fn verify(checkpoint: &Checkpoint, read: &AtomicU64) -> Result<Vec<Problem>> {
     let manifest = checkpoint.manifest();
     let mut problems = Vec::new();
@@ -56,8 +57,29 @@ pub fn verify(checkpoint: &Checkpoint, read: &AtomicU64) -> Result<Vec<Problem>>
             Err(reason) => wrong(reason),
             Ok(header) => check_entries(manifest, index, &header).into_iter().for_each(&mut wrong),
         }
+        for (name, place) in scales(manifest, index) {
+            buffer.resize((place.end - place.begin) as usize, 0);
+            opened.read_exact_at(&mut buffer, place.begin).map_err(|error| Error::file("read", &path, &error))?;
+            let scales = buffer.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]));
+            if let Some((block, scale)) = scales.enumerate().find(|(_, scale)| !is_scale(*scale)) {
+                wrong(format!("{name:?}: block {block} of its elements has the scale {scale}"));
+            }
+        }
     }
     Ok(problems)
+}
+
+/// The scales that one file has, with their tensors.
+fn scales(manifest: &Manifest, index: usize) -> impl Iterator<Item = (&String, FileRange)> {
+    let chunks =
+        manifest.tensors.iter().flat_map(|(name, tensor)| tensor.chunks.iter().map(move |chunk| (name, chunk)));
+    let scaled = chunks.filter(|(_, chunk)| matches!(manifest.encoding(chunk), Ok(Some(Encoding::Blocks { .. }))));
+    scaled.filter_map(|(name, chunk)| Some((name, chunk.beside.clone()?))).filter(move |(_, place)| place.file == index)
+}
+
+/// Whether a block may have this scale: the largest magnitude of its numbers, zero, or what is not a number.
+fn is_scale(scale: f32) -> bool {
+    scale.is_nan() || scale.to_bits() == 0 || (scale.is_normal() && scale > 0.0)
 }
 
 /// The longest header that readers of safetensors accept.
@@ -116,10 +138,11 @@ fn check_entries(manifest: &Manifest, index: usize, header: &Header) -> Vec<Stri
         .tensors
         .iter()
         .flat_map(|(name, tensor)| tensor.chunks.iter().map(move |chunk| (name, tensor, chunk)))
-        .filter(|(_, _, chunk)| chunk.file == index)
-        .map(|(name, tensor, chunk)| {
-            ((chunk.begin, chunk.end, tensor.dtype.clone(), chunk.extent.shape.clone()), name.clone())
+        .flat_map(|(name, tensor, chunk)| {
+            manifest.parts(tensor, chunk).unwrap_or_default().into_iter().map(move |part| (name, part))
         })
+        .filter(|(_, part)| part.place.file == index)
+        .map(|(name, StoredPart { dtype, shape, place })| ((place.begin, place.end, dtype, shape), name.clone()))
         .collect();
     let place = |HeaderEntry { dtype, shape, begin, end }: &HeaderEntry| {
         (header.start + begin, header.start + end, dtype.clone(), shape.clone())
@@ -148,7 +171,7 @@ pub struct Summary {
     pub path: String,
     /// The optimizer's step: the highest of its tensors' counters.
     pub step: Option<f64>,
-    /// Bytes of all tensors.
+    /// Bytes that files have of all tensors.
     pub tensor_bytes: u64,
     /// Bytes of all files, the manifest not counted.
     pub file_bytes: u64,
@@ -175,8 +198,22 @@ pub struct TensorSummary {
     pub shape: Vec<u64>,
     /// In how many chunks it is stored.
     pub shards: usize,
-    /// Its bytes.
+    /// Bytes that files have of it.
     pub bytes: u64,
+    /// In which formats boxes of it are kept, if they are kept in fewer bytes than their numbers have.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub format: Option<String>,
+}
+
+/// The formats of a tensor's boxes.
+fn format_of(manifest: &Manifest, tensor: &Tensor) -> Option<String> {
+    let kinds = tensor.chunks.iter().filter(|chunk| !chunk.extent.shape.contains(&0));
+    let kinds: BTreeSet<&str> = kinds
+        .filter_map(|chunk| manifest.encoding(chunk).ok())
+        .map(|encoding| encoding.map_or("f32", Encoding::kind))
+        .collect();
+    let is_plain = kinds.iter().all(|kind| *kind == "f32");
+    (!is_plain).then(|| kinds.into_iter().collect::<Vec<_>>().join(", "))
 }
 
 /// Says what is in a checkpoint.
@@ -187,7 +224,8 @@ pub fn summarise(checkpoint: &Checkpoint) -> Result<Summary> {
         dtype: tensor.dtype.clone(),
         shape: tensor.shape.clone(),
         shards: tensor.chunks.len(),
-        bytes: tensor.bytes(),
+        bytes: tensor.stored_bytes(),
+        format: format_of(manifest, tensor),
     });
     let (groups, objects) = split_groups(manifest);
     Ok(Summary {
@@ -238,6 +276,7 @@ fn highest_step(checkpoint: &Checkpoint) -> Result<Option<f64>> {
             part: TensorBox::whole(&[]),
             into: memory.region(4 * i as u64, 4)?,
             strides: Vec::new(),
+            kept: None,
         })
     };
     let requests = counters.iter().enumerate().map(request).collect::<Result<Vec<_>>>()?;

@@ -105,8 +105,8 @@ fn save_boxes(
             let whole = (name.clone(), shape.clone(), vec![0; shape.len()]);
             let (name, full, offsets) = boxes[index].clone().unwrap_or(whole);
             let extent = TensorBox { offsets, shape: shape.clone() };
-            let tensor = Tensor { dtype: dtype.clone(), shape: full, chunks: Vec::new() };
-            tensors.entry(name).or_insert(tensor).chunks.push(StoredChunk { extent, file: number, begin, end });
+            let tensor = Tensor { dtype: dtype.clone(), shape: full, chunks: Vec::new(), weight: None };
+            tensors.entry(name).or_insert(tensor).chunks.push(StoredChunk::plain(extent, number, begin, end));
         }
     }
     let files = written.into_iter().map(|file| file.record).collect();
@@ -194,7 +194,7 @@ fn request(
     let last: u64 = part.shape.iter().zip(strides).map(|(len, stride)| len.saturating_sub(1) * stride).sum();
     let bytes = if empty { 0 } else { (last + 1) * width };
     let into = into.region(if empty { 0 } else { first * width }, bytes).unwrap();
-    Request { tensor: tensor.into(), chunk, part, into, strides: strides.to_vec() }
+    Request { tensor: tensor.into(), chunk, part, into, strides: strides.to_vec(), kept: None }
 }
 
 fn small() -> WriteOptions {

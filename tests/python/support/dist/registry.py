@@ -29,7 +29,12 @@ MODULES = {
         "dist_cases_activations",
     ),
     "cuda": ("dist_cases_cuda", "dist_cases_sleep_cuda"),
-    "checkpoint": ("dist_cases_checkpoint", "dist_cases_checkpoint_failures", "dist_cases_checkpoint_killed"),
+    "checkpoint": (
+        "dist_cases_checkpoint",
+        "dist_cases_native",
+        "dist_cases_checkpoint_failures",
+        "dist_cases_checkpoint_killed",
+    ),
     "async": ("dist_cases_async", "dist_cases_async_calls", "dist_cases_async_killed"),
     "interrupts": ("dist_cases_interrupts",),
     "placed": ("dist_cases_placed",),
