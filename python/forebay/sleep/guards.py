@@ -131,10 +131,16 @@ class OptimizerGuard(Guard):
         Called with the operation's name before it; raises or waits.
     check_state
         The same for operations that only read the optimizer's state.
+    wait
+        Called before state of forebay's optimizers is looked up; waits for bytes that are on their way.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, check: Callable[[str], None], check_state: Callable[[str], None]
+        self,
+        optimizer: torch.optim.Optimizer,
+        check: Callable[[str], None],
+        check_state: Callable[[str], None],
+        wait: Callable[[], None],
     ) -> None:
         super().__init__()
 
@@ -152,6 +158,15 @@ class OptimizerGuard(Guard):
         self._undo.append(optimizer.register_load_state_dict_pre_hook(before_load, prepend=True).remove)
         self._no_pickle(optimizer, check_state)
         self._no_zeros(optimizer, check)
+        settle = getattr(optimizer, "_settle", None)
+        if settle is not None:
+            # State in fewer bits is shown as a copy, which would never get what arrives later.
+
+            def settled(parameter: torch.Tensor | None) -> None:
+                wait()
+                settle(parameter)
+
+            self._set(optimizer, "_settle", settled)
 
 
 class Guards:
@@ -166,6 +181,7 @@ class Guards:
         optimizers: Iterable[torch.optim.Optimizer],
         on_forward: Callable[[int], Callable[[torch.nn.Module, bool], None]],
         check: Callable[[str, int | None], Callable[[str], None]],
+        wait: Callable[[], None],
     ) -> None:
         """Guard everything, unless it is guarded already. Owners are numbered: models first, then optimizers.
 
@@ -178,6 +194,8 @@ class Guards:
         check
             Returns, for a label and an owner's number, a function to call before another operation; None is for any
             owner.
+        wait
+            Waits for a wake under way.
         """
         if self._guards:
             return
@@ -188,7 +206,7 @@ class Guards:
                     self._guards.append(ModuleGuard(module, on_forward(owner), check("the model", owner)))
             for number, optimizer in enumerate(optimizers, start=owner + 1):
                 check_all = check("the optimizer", None)
-                self._guards.append(OptimizerGuard(optimizer, check_all, check("the optimizer", number)))
+                self._guards.append(OptimizerGuard(optimizer, check_all, check("the optimizer", number), wait))
         except BaseException:
             self.remove()
             raise

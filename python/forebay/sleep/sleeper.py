@@ -194,7 +194,7 @@ class Sleeper:
             # From here on nothing is refused.
             if mover.batches or rings:
                 guarded = self._models.values(), self._optimizers.values()
-                self._guards.put(*guarded, self._on_forward, self._check)
+                self._guards.put(*guarded, self._on_forward, self._check, self._finish_wake)
             if "gradients" in kinds and self._gradients == "drop":
                 for parameter in walk.parameters():
                     parameter.grad = None
@@ -290,8 +290,9 @@ class Sleeper:
             What to copy first: modules, names of modules or tensors, or kinds. The rest follows.
         lazy
             Return while bytes are still being copied, layer after layer. A module's forward waits for its own tensors.
-            ``state_dict``, ``step`` and another ``sleep`` or ``wake`` wait for everything; tensors that are read
-            directly are valid only after that. If FSDP2 gathers weights ahead of their modules, ``lazy`` has no effect.
+            ``state_dict``, ``step``, the ``state`` of forebay's optimizers and another ``sleep`` or ``wake`` wait for
+            everything; tensors that are read directly are valid only after that. If FSDP2 gathers weights ahead of
+            their modules, ``lazy`` has no effect.
         """
         kinds = set(KINDS) if what is None else kinds_of(what)
         rank = ranking(order, self._models, self._asleep)

@@ -509,6 +509,24 @@ def test_state_sleeps_and_wakes_with_the_bits(device: torch.device, placement: s
     assert_same(*found)
 
 
+@pytest.mark.parametrize("kept_as", FORMATS)
+def test_state_is_looked_up_after_it_has_arrived(device: torch.device, kept_as: str) -> None:
+    """State in fewer bits is shown as a copy, so looking it up ends a lazy wake."""
+    model = net(device)
+    parameters = list(model.parameters())
+    optimizer = forebay.AdamW(parameters, lr=1e-2, placement="resident", state_dtype=FORMATS[kept_as])
+    train(optimizer, parameters, range(1))
+    optimizer.zero_grad()
+    before = optimizer.state[parameters[0]]["exp_avg"].clone()
+    sleeper = forebay.Sleeper(model, optimizer)
+    sleeper.sleep()
+    sleeper.wake(lazy=True)
+    assert sleeper._waking is not None
+    found = optimizer.state[parameters[0]]["exp_avg"]
+    assert sleeper._waking is None
+    assert_same([found], [before])
+
+
 def test_a_step_makes_no_resources(device: torch.device, placement: str) -> None:
     optimizer, parameters = run(device, placement=placement, state_dtype=BLOCKS, steps=2, **RANDOM)
     made = optimizer._engine.resources_made()
