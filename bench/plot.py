@@ -1,7 +1,8 @@
 """Draw a result as one SVG file that needs nothing outside it.
 
 Rows of ``bench/step.py`` become bars, step time beside GPU memory; rows of ``bench/activations.py`` become points, time
-against peak memory; some rows of ``bench/overlap.py`` become timelines of one step.
+against peak memory; some rows of ``bench/overlap.py`` become timelines of one step; those of ``bench/quality.py``
+become lines of loss against steps.
 
 usage: python bench/plot.py RESULTS.json OUT.svg
 """
@@ -10,10 +11,14 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import sys
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 WIDTH, TOP, ROW = 900, 92, 34
 # Where the bars of the two panels begin and end; the names are left of them, the numbers right of each bar.
@@ -268,13 +273,125 @@ def draw_timelines(found: dict[str, Any]) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
+# Where the lines of losses lie: left, top, right, bottom of each panel.
+TRAINED, HELD_OUT, APART = (76, 156, 444, 366), (508, 156, 876, 366), (76, 424, 876, 610)
+COLOURS = {
+    "f32": "#8c959f",
+    "compact": "#0969da",
+    "bf16": "#1a7f37",
+    "bf16-stochastic": "#4ac26b",
+    "8bit": "#bc4c00",
+    "8bit-stochastic": "#fb8f44",
+    "torchao": "#8250df",
+    "torch": "#bf3989",
+}
+LINE_STYLE = "polyline { fill: none; stroke-width: 1.6; } .spread { fill: #8c959f; fill-opacity: 0.2; }"
+
+Points = list[tuple[float, float]]
+
+
+def over_seeds(found: dict[str, Any], row: dict[str, Any], kind: str, take: Callable[[Any], float]) -> Points:
+    """Return a kind of loss of a row, one of its seeds' losses for each step."""
+    losses = zip(*(one[kind] for one in row["runs"]), strict=True)
+    return [(step, take(values)) for step, values in zip(found["noted_steps"][kind], losses, strict=True)]
+
+
+def round_ticks(low: float, high: float, most: int) -> list[float]:
+    """Return round numbers inside a range, not more than so many."""
+    units = (unit * 10.0**power for power in range(-9, 9) for unit in (1, 2, 5))
+    unit = next(unit for unit in units if (high - low) / unit < most)
+    return [unit * n for n in range(math.ceil(low / unit), math.floor(high / unit) + 1)]
+
+
+def draw_quality(found: dict[str, Any]) -> str:
+    """Return the SVG of losses in training: on what is trained, on what is held out, and how far apart from f32."""
+    rows = [row for row in found["rows"] if "runs" in row]
+    base = next((row for row in rows if row["name"] == "f32"), None)
+    if base is None:
+        sys.exit("error: the row f32 has no losses: run bench/quality.py with it")
+    steps, height = found["options"]["steps"], APART[3] + 66
+    machine, model = found["machine"], found["model"]
+    about = (
+        f"{base['runs'][0]['parameters'] / 1e6:.2f}e6 bf16 parameters, {model['batch']} x {model['length']} bytes "
+        f"a step, means of {len(base['runs'])} seeds; {machine['gpu'] or 'CPU'}, torch {machine['torch']}, "
+        f"commit {str(found['commit'])[:12]}"
+    )
+    title = "Formats of optimizer state: loss of a small language model"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img">',
+        f"<title>{title}</title><style>{STYLE}{LINE_STYLE}</style>",
+        f'<rect class="back" width="{WIDTH}" height="{height}"/>',
+        text("title", 20, 28, title),
+        text("small", 20, 48, about),
+    ]
+    for n, row in enumerate(rows):
+        x, y, colour = 20 + 293 * (n % 3), 74 + 20 * (n // 3), COLOURS[row["name"]]
+        parts.append(f'<line x1="{x}" x2="{x + 22}" y1="{y - 4}" y2="{y - 4}" stroke="{colour}" stroke-width="3"/>')
+        parts.append(text("small", x + 28, y, f"{row['label']}: {row['mean']:.4f}"))
+
+    def panel(
+        name: str, field: tuple[int, ...], words: str, lines: dict[str, Points], sides: tuple[float, ...]
+    ) -> None:
+        left, top, right, bottom = field
+        low, high = sides
+
+        def place(step: float, value: float) -> tuple[float, float]:
+            return left + (right - left) * step / steps, bottom - (bottom - top) * (value - low) / (high - low)
+
+        parts.append(text("small", left, top - 10, words))
+        parts.append(f'<clipPath id="{name}"><path d="M{left} {top}H{right}V{bottom}H{left}Z"/></clipPath>')
+        for step in round_ticks(0, steps, 6):
+            x, _ = place(step, low)
+            parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"/>')
+            parts.append(text("small", x, bottom + 18, f"{step:g}", "middle"))
+        for value in round_ticks(low, high, 6):
+            _, y = place(0, value)
+            parts.append(f'<line class="grid" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            parts.append(text("small", left - 8, y + 4, f"{value:.6g}", "end"))
+        if name == "apart":
+            edge = [place(step, value) for step, value in [*spread[0], *reversed(spread[1])]]
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in edge)
+            parts.append(f'<polygon class="spread" clip-path="url(#{name})" points="{path}"/>')
+        for of, points in lines.items():
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in points))
+            # It lies on f32's own line.
+            dashes = ' stroke-dasharray="5 5"' if of == "compact" else ""
+            parts.append(f'<polyline clip-path="url(#{name})" points="{path}" stroke="{COLOURS[of]}"{dashes}/>')
+
+    def sides_of(lines: dict[str, Points], begin: float) -> tuple[float, float]:
+        values = [value for points in lines.values() for step, value in points if step >= begin * steps]
+        margin = 0.06 * (max(values) - min(values)) or 1e-6
+        return min(values) - margin, max(values) + margin
+
+    trained, held_out = (
+        {row["name"]: over_seeds(found, row, kind, statistics.fmean) for row in rows}
+        for kind in ("trained", "held_out")
+    )
+
+    def less_base(points: Points) -> Points:
+        return [(step, value - mean) for (step, value), (_, mean) in zip(points, held_out["f32"], strict=True)]
+
+    apart = {name: less_base(points) for name, points in held_out.items()}
+    spread = [less_base(over_seeds(found, base, "held_out", side)) for side in (min, max)]
+    # The first steps are the same everywhere, and would take most of the room.
+    panel("trained", TRAINED, "training loss, nats per byte (means of steps)", trained, sides_of(trained, 0.1))
+    panel("held-out", HELD_OUT, "held-out loss, nats per byte", held_out, sides_of(held_out, 0.1))
+    among = {**apart, "least": spread[0], "most": spread[1]}
+    panel("apart", APART, "held-out loss less that of f32 state and f32 masters", apart, sides_of(among, 0.25))
+    parts.append(text("small", 20, height - 24, "grey: the seeds of f32 lie in it. Numbers: held-out loss at the end."))
+    parts.append(text("small", APART[2], APART[3] + 36, "steps", "end"))
+    return "\n".join([*parts, "</svg>", ""])
+
+
 def main() -> None:
     """Read the results, write the picture."""
     if len(sys.argv) != 3:
         sys.exit("usage: python bench/plot.py RESULTS.json OUT.svg")
     source, target = Path(sys.argv[1]), Path(sys.argv[2])
     found = json.loads(source.read_text())
-    if "checks" in found:
+    if "text" in found:
+        picture = draw_quality(found)
+    elif "checks" in found:
         picture = draw_timelines(found)
     elif any("backward_s" in row for row in found["rows"]):
         picture = draw_activations(found)

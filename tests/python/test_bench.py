@@ -419,3 +419,84 @@ def test_muon_stands_beside_resident_state(tmp_path: Path) -> None:
     assert len({row["muon_digest"] for row in found["rows"]}) == 3
     assert all(row["label"] in done.stdout for row in found["rows"])
     assert run("bench/muon.py", "--rows", "sgd").returncode == 2
+
+
+def test_formats_of_state_stand_beside_f32(tmp_path: Path) -> None:
+    path, picture, again = (tmp_path / name for name in ("quality.json", "quality.svg", "again.svg"))
+    rows = ["--rows", "f32,compact,8bit,torch", "--device", "cpu"]
+    files = ["--commit", "abc", "--json", path, "--plot", picture]
+    done = run("bench/quality.py", "--quick", *rows, "--jobs", "2", *files)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert found["commit"] == "abc"
+    assert found["text"]["held_out_bytes"] > 0
+    assert len(found["text"]["sha256"]) == 64
+    ran = {row["name"]: row for row in found["rows"] if "runs" in row}
+    f32, compact = ran["f32"], ran["compact"]
+    assert (f32["from_f32"], f32["within_f32_spread"]) == (0, True)
+    for row in ran.values():
+        assert [one["seed"] for one in row["runs"]] == [0, 1]
+        losses = [one["held_out_loss"] for one in row["runs"]]
+        assert row["mean"] == pytest.approx(sum(losses) / 2)
+        assert row["spread"] == max(losses) - min(losses)
+        assert row["from_f32"] == row["mean"] - f32["mean"]
+        for one in row["runs"]:
+            assert len(one["held_out"]) == len(found["noted_steps"]["held_out"]) == 4
+            assert len(one["trained"]) == len(found["noted_steps"]["trained"]) == 40
+            assert one["held_out"][-1] < one["held_out"][0]
+    # Seeds differ, and so do formats; f32 and compact masters do not.
+    assert len({one["digest"] for row in ran.values() for one in row["runs"]}) == 2 * (len(ran) - 1)
+    assert [one["digest"] for one in f32["runs"]] == [one["digest"] for one in compact["runs"]]
+    assert (found["seeds_compared"], found["differing"]) == (2, [])
+    assert "equal, bit for bit" in done.stdout
+    bytes_each = {name: row["runs"][0]["state_bytes_per_parameter"] for name, row in ran.items()}
+    assert (bytes_each["f32"], bytes_each["compact"], bytes_each["torch"]) == (12, 10.125, 4)
+    for row in found["rows"]:
+        assert row["label"] in done.stdout
+        assert row["name"] in ran or f"not run: {row['label']}: {row['cannot_run']}" in done.stdout
+    assert run("bench/plot.py", path, again).returncode == 0
+    assert again.read_text() == picture.read_text()
+    drawn = ET.parse(picture).getroot()
+    assert len(drawn.findall("{*}polyline")) == 3 * len(ran)
+    assert all(f"{row['label']}: {row['mean']:.4f}" in "".join(drawn.itertext()) for row in ran.values())
+
+
+def test_formats_are_judged_by_bits_and_by_the_spread_of_seeds() -> None:
+    def row(name: str, *losses: float, digest: str = "") -> dict:
+        runs = [{"seed": n, "held_out_loss": loss, "digest": f"{digest}{n}"} for n, loss in enumerate(losses)]
+        return {"name": name, "runs": runs}
+
+    compact = row("compact", 1.0, 1.5)
+    compact["runs"][1]["digest"] = "other"
+    rows = [row("f32", 1.0, 1.5), compact, row("near", 1.4, 1.9), row("far", 1.6, 2.1), {"name": "8bit", "error": "x"}]
+    command = "import json, sys, quality; print(json.dumps([quality.judged(rows) for rows in json.load(sys.stdin)]))"
+    done = subprocess.run(
+        [sys.executable, "-c", command],
+        check=True,
+        capture_output=True,
+        text=True,
+        input=json.dumps([rows, [row("f32", 1.0), row("compact", 1.0)], [row("compact", 1.0)]]),
+        env=environment(PYTHONPATH=os.pathsep.join([str(REPOSITORY / "bench"), *filter(None, sys.path)])),
+    )
+    several, single, alone = json.loads(done.stdout)
+    assert (several["seeds_compared"], several["differing"]) == (2, [1])
+    assert [one.get("within_f32_spread") for one in several["rows"]] == [True, True, True, False, None]
+    assert [one.get("from_f32") for one in several["rows"]] == [0, 0, *map(pytest.approx, (0.4, 0.6)), None]
+    assert (single["seeds_compared"], single["differing"]) == (1, [])
+    assert [one["within_f32_spread"] for one in single["rows"]] == [None, None]
+    assert (alone["seeds_compared"], alone["rows"][0]["from_f32"]) == (0, None)
+
+
+def test_a_run_of_a_format_that_hangs_is_ended(tmp_path: Path) -> None:
+    path = tmp_path / "quality.json"
+    small = ["--quick", "--device", "cpu", "--rows", "f32", "--seeds", "1", "--limit-s", "0.001", "--json", path]
+    done = run("bench/quality.py", *small)
+    assert done.returncode == 1
+    assert json.loads(path.read_text())["rows"][0]["error"] == "no end after 0.001 s"
+
+
+@pytest.mark.parametrize("wrong", [["--rows", "f32,4bit"], ["--rows", "torch", "--plot", "found.svg"]])
+def test_wrong_rows_of_formats_are_refused(wrong: list[str]) -> None:
+    done = run("bench/quality.py", *wrong)
+    assert done.returncode == 2
+    assert "4bit" in done.stderr or "--plot needs the row f32" in done.stderr
