@@ -154,7 +154,8 @@ def async_save(
     snapshot_budget_bytes
         The most host memory for copies of parameters, buffers and state together. By default as much as needed, up to
         75 % of the available memory. The memory is kept for the next save; ``release`` frees it. The f32 values of
-        state in fewer bits, 4 bytes for each element, are beyond it; a native save makes none.
+        compact masters and of state in fewer bits, 4 bytes for each element of a column, are beyond it; a native save
+        makes none.
     write_gbps
         Write no faster than this, on each rank; by default at full speed.
     copy_gbps

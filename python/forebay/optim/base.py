@@ -87,7 +87,17 @@ class Optimizer(torch.optim.Optimizer):
         keeps the masters of bf16 parameters in 17 bits beside the parameter, with the same bits in every step:
         ``state[p]["master_param"]`` is then an f32 copy, and takes values that round to the parameter.
     state_dtype
-        The type of the state; ``torch.float32``.
+        How the columns of state are kept: ``torch.float32``; ``torch.bfloat16``; or ``"8bit"``, codes of 8 bits with an
+        f32 scale for each 256 elements. Or a dict by column, such as ``{"exp_avg": torch.bfloat16}``: columns that it
+        does not name are f32, and ``max_exp_avg_sq`` is as ``exp_avg_sq`` is. The arithmetic is f32.
+        ``state[p]["exp_avg"]`` is then an f32 copy, and assigned values are rounded to nearest. A parameter with fewer
+        than 256 elements on this rank keeps f32 instead of ``"8bit"``; ``stats()`` names these.
+    stochastic_rounding
+        Round state in fewer bits at random, in proportion to what is cut off, so that the error is zero on average. The
+        random numbers depend on ``rounding_seed``, the parameter's place in the groups, its count of updates, the column
+        and the element: the bits are the same in every placement, and after a restart.
+    rounding_seed
+        The seed, from 0 to 2**63 - 1.
     max_grad_norm
         Clip the gradients' global norm inside the step. The coefficient is computed and used on the device. The
         gradients themselves are not changed.

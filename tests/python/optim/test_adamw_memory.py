@@ -37,7 +37,8 @@ def test_stats_have_every_field(device: torch.device, placement: str) -> None:
     train(optimizer, parameters, 2)
     stats = optimizer.stats()
     assert stats.keys() >= FIELDS
-    assert all(isinstance(value, (int, float)) and value >= 0 for value in stats.values())
+    numbers = {name: value for name, value in stats.items() if name not in ("state_formats", "f32_state")}
+    assert all(isinstance(value, (int, float)) and value >= 0 for value in numbers.values())
     assert stats["step_s"] > 0
     if placement == "stream":
         assert stats["chunks"] >= 1

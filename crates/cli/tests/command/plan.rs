@@ -21,6 +21,29 @@ fn the_text_has_the_plan_and_its_figures() {
 }
 
 #[test]
+fn state_in_fewer_bits_is_planned() {
+    let printed = said("plan step --model qwen2.5-3b --dtype bf16 --master compact --state 8bit");
+    for part in ["state in 8 bits", "exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, master_low, master_carry"] {
+        assert!(printed.contains(part), "{part} is missing:\n{printed}");
+    }
+    // Two moments of an element; blocks of 256 divide these shapes.
+    for (state, master, bytes) in [
+        ("8bit", "none", 2 * (1_000_000 + 1_000_000 / 64)),
+        ("bf16", "none", 4_000_000),
+        ("f32", "none", 8_000_000),
+        ("bf16", "f32", 8_000_000),
+        ("8bit", "compact", 2 * (1_000_000 + 1_000_000 / 64) + 2_125_000),
+    ] {
+        let found = json(&format!("plan step --params 1M --dtype bf16 --state {state} --master {master} --json -"));
+        assert_eq!((&found["state"], &found["master"]), (&state.into(), &master.into()));
+        let payload = count(&found, "payload_bytes");
+        // A tensor whose elements are no multiple of a block has one scale more, and a smaller one keeps f32.
+        assert!(payload.abs_diff(bytes) < bytes / 50, "{state}, {master}: {payload}, not {bytes}");
+    }
+    refused_at_once("plan step --state 4bit", 2, &["invalid value '4bit' for '--state", "f32, bf16, 8bit"]);
+}
+
+#[test]
 fn compact_masters_take_17_bits() {
     let printed = said("plan step --model qwen2.5-3b --dtype bf16 --master compact --wire-gbps 50");
     for part in
