@@ -301,6 +301,29 @@ def test_a_native_snapshot_makes_no_f32_copies(placed: str, tmp_path: Path, monk
     assert progress["copy_memory_bytes"] <= 2 * elements + state + (4 << 20)
 
 
+@pytest.mark.parametrize("turned", [(False, True), (True, False), (True, True)])
+def test_memory_of_another_order_is_decoded(turned: tuple[bool, bool], tmp_path: Path) -> None:
+    def run(is_turned: bool) -> tuple[torch.nn.ParameterDict, forebay.AdamW]:
+        value = random((40, 30), 1).to(BF16)
+        parameter = torch.nn.Parameter(value.t().contiguous().t() if is_turned else value)
+        model = torch.nn.ParameterDict({"w": parameter})
+        optimizer = forebay.AdamW(model.parameters(), lr=1e-2, **FORMATS["all"])
+        parameter.grad = torch.empty_like(parameter).copy_(random((40, 30), 2))
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = run(turned[0])
+    checkpoint.save(tmp_path, model, optimizer, native=True)
+    expected = dict(optimizer.state[model["w"]].items())
+    model, optimizer = run(turned[1])
+    optimizer.state[model["w"]]["exp_avg"] = torch.zeros(40, 30)
+    checkpoint.load(tmp_path, model, optimizer)
+    for name, value in optimizer.state[model["w"]].items():
+        close = {"rtol": 0.07, "atol": expected[name].abs().max().item() / 2**11}
+        exact = turned[0] == turned[1] or name in ("step", "master_param")
+        torch.testing.assert_close(value, expected[name], **({"rtol": 0.0, "atol": 0.0} if exact else close))
+
+
 # Conversions.
 
 

@@ -162,3 +162,78 @@ fn what_is_no_checkpoint_is_refused_with_a_hint() {
     }
     assert!(!folder.at("out").join("00000001").exists());
 }
+
+/// A checkpoint with a bf16 weight, a moment and a master of 600 elements.
+fn with_state(folder: &Folder) -> PathBuf {
+    let header = json!({
+        "optimizer.state.w.exp_avg": {"dtype": "F32", "shape": [600], "data_offsets": [0, 2400]},
+        "optimizer.state.w.master_param": {"dtype": "F32", "shape": [600], "data_offsets": [2400, 4800]},
+        "model.w": {"dtype": "BF16", "shape": [600], "data_offsets": [4800, 6000]},
+    })
+    .to_string();
+    let mut text = (header.len() as u64).to_le_bytes().to_vec();
+    text.extend(header.bytes());
+    let master = |i: u32| (1.0 + i as f32 / 8.0).to_bits() | 3;
+    (0..600).for_each(|i| text.extend((i as f32).to_le_bytes()));
+    (0..600).for_each(|i| text.extend(master(i).to_le_bytes()));
+    // Rounded down: the lower halves are small.
+    (0..600).for_each(|i| text.extend(((master(i) + 0x7fff + (master(i) >> 16 & 1)) >> 16).to_le_bytes()[..2].iter()));
+    let (plain, checkpoint) = (folder.at("in.safetensors"), folder.at("run"));
+    fs::write(&plain, text).unwrap();
+    said(&[&"convert", &plain, &checkpoint]);
+    checkpoint
+}
+
+#[test]
+fn state_is_kept_in_other_formats_and_back() {
+    let folder = Folder::new("formats");
+    let run = with_state(&folder);
+    let (native, back) = (folder.at("native"), folder.at("back"));
+    let text = said(&[&"convert", &run, &native, &"--state", &"8bit", &"--master", &"compact"]);
+    assert!(text.contains("1 tensor as 8bit, 1 tensor as compact"), "{text}");
+    let table = said(&[&"inspect", &native]);
+    for row in ["F32 as 8bit", "F32 as compact", "optimizer.state.w.exp_avg"] {
+        assert!(table.contains(row), "{table}");
+    }
+    assert!(said(&[&"verify", &native]).contains("whole"));
+    let bytes =
+        |of: &Value| of.as_array().unwrap().iter().map(|one| one["bytes"].as_u64().unwrap()).collect::<Vec<_>>();
+    // The weights, 600 codes and 3 scales, 17 bits for each master.
+    assert_eq!(bytes(&tensors(&native)), [1200, 612, 1275]);
+    let made = said(&[&"convert", &native, &back, &"--state", &"f32", &"--master", &"f32", &"--json"]);
+    let made: Value = serde_json::from_str(&made).unwrap();
+    assert_eq!((&made["bytes"], &made["bytes_before"]), (&json!(6000), &json!(3087)));
+    assert_eq!(made["formats"], json!({"f32": 2}));
+    assert_eq!(tensors(&back), tensors(&run));
+    // Masters are exact.
+    let master = |path: &Path| {
+        let plain = folder.at("out.safetensors");
+        said(&[&"convert", &path, &plain]);
+        let bytes = fs::read(plain).unwrap();
+        let start = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        bytes[start + 2400..start + 6000].to_vec()
+    };
+    assert_eq!(master(&back), master(&run));
+    assert_eq!(master(&native), master(&run));
+}
+
+#[test]
+fn conversions_that_make_no_sense_are_refused() {
+    let folder = Folder::new("nonsense");
+    let run = with_state(&folder);
+    let file = folder.at("in.safetensors");
+    let cases: [(&[&dyn AsRef<std::ffi::OsStr>], i32, &str); 5] = [
+        (&[&"convert", &run, &folder.at("x"), &"--state", &"fp4"], 2, "f32, bf16, 8bit"),
+        (&[&"convert", &run, &folder.at("x"), &"--master", &"8bit"], 2, "f32, compact"),
+        (&[&"convert", &run, &folder.at("x"), &"--weights", &"--state", &"f32"], 2, "cannot be used with"),
+        (&[&"convert", &file, &folder.at("x"), &"--state", &"f32"], 2, "those of a checkpoint"),
+        (&[&"convert", &run, &file, &"--state", &"f32"], 2, "name a folder"),
+    ];
+    for (args, code, reason) in cases {
+        let output = forebay(args);
+        let complaint = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(code), "{complaint}");
+        assert!(complaint.contains(reason), "{complaint}");
+    }
+    assert!(!folder.at("x").exists());
+}

@@ -193,20 +193,20 @@ fn read(checkpoint: &Checkpoint, name: &str, wanted: &TensorBox, threads: usize)
     // A gap behind each row, and dimensions in the opposite order.
     let mut strides = vec![0; wanted.shape.len()];
     let mut next = 1;
-    for dim in 0..wanted.shape.len() {
-        strides[dim] = next;
-        next = next * wanted.shape[dim].max(1) + 1;
+    for (stride, side) in strides.iter_mut().zip(&wanted.shape) {
+        *stride = next;
+        next = next * side.max(&1) + 1;
     }
     let memory = Buffer::pageable(4 * next).unwrap();
     let mut requests = Vec::new();
     for (number, chunk) in tensor.chunks.iter().enumerate().filter(|(_, chunk)| chunk.extent.overlaps(wanted)) {
         let (mut part, mut begin) = (chunk.extent.clone(), 0);
-        for dim in 0..strides.len() {
+        for (dim, stride) in strides.iter().enumerate() {
             let (ours, theirs) = (wanted.offsets[dim], chunk.extent.offsets[dim]);
             let from = ours.max(theirs);
             let to = (ours + wanted.shape[dim]).min(theirs + chunk.extent.shape[dim]);
             (part.offsets[dim], part.shape[dim]) = (from - theirs, to - from);
-            begin += (from - ours) * strides[dim];
+            begin += (from - ours) * stride;
         }
         let bytes = checkpoint.bytes_into(name, number, None, &part.shape, &strides)?;
         let into = memory.region(4 * begin, bytes).unwrap();
