@@ -192,6 +192,10 @@ def test_what_cannot_be_served_is_refused_by_name(device: torch.device, monkeypa
         train(forebay.AdamW(given, placement="host"), range(1))
     with pytest.raises(OptionError, match="master_weights='compact' is not for fake:0 through torch"):
         train(forebay.AdamW(given, master_weights="compact"), range(1))
+    for reduced in (torch.bfloat16, "8bit", {"exp_avg": "8bit"}):
+        with pytest.raises(OptionError, match="state_dtype is not for fake:0 through torch"):
+            train(forebay.AdamW(given, state_dtype=reduced), range(1))
+    train(forebay.AdamW(given, state_dtype={"exp_avg": torch.float32}), range(1))
     with pytest.raises(OptionError, match="invalid backend: 'cuda'; use one of"):
         forebay.AdamW(given, backend="cuda")
     with pytest.raises(OptionError, match=r"on meta; forebay.AdamW takes parameters on cuda and fake and cpu"):

@@ -122,7 +122,7 @@ class Packed(dict[str, torch.Tensor], ABC):
             part.zero_()
 
     def refuses(self, value: torch.Tensor) -> str | None:
-        """Return why a value of the right shape cannot be kept, and what to do; None if it can."""
+        """Return why a value of the right shape cannot be kept beside the present parameter; None if it can."""
         return None
 
     def follow(self, view: Callable[[str], HostView | None]) -> None:
@@ -258,7 +258,7 @@ class CompactMaster(Packed):
         rounded = local(value).detach().reshape(weights.shape).to(weights.device, torch.float32).to(weights.dtype)
         if bool(((rounded == weights) | (rounded.isnan() & weights.isnan())).all()):
             return None
-        return "does not round to the parameter, which has the upper half of a compact master; set the parameter first"
+        return "does not round to the parameter, which has the upper half of a compact master"
 
     def check_awake(self) -> None:
         """Raise if memory was taken away, as from a sleeping model."""

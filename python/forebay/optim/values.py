@@ -59,7 +59,9 @@ def check_assigned(optimizer: Optimizer, parameter: torch.Tensor, name: str, val
     if not fits(parameter, value):
         check_layout(optimizer._name_of(parameter), parameter, name, value, " as assigned")
     if name in room.packed and (reason := room.packed[name].refuses(value)) is not None:
-        raise OptionError(f"the tensor assigned to {name} of {optimizer._name_of(parameter)} {reason}")
+        raise OptionError(
+            f"the tensor assigned to {name} of {optimizer._name_of(parameter)} {reason}; set the parameter first"
+        )
     if name in room.views:
         check_memory(local(room.views[name]), f"{name} of a parameter")
     if state.owner(value) not in (None, (id(parameter), name)):
