@@ -163,7 +163,7 @@ def test_random_rounding_has_no_bias(device: torch.device, kept_as: str) -> None
         optimizer = forebay.Lion([parameter], betas=(0.5, 0.5), **given)
         parameter.grad = 2 * exact
         optimizer.step()
-        total += optimizer.state[parameter]["exp_avg"]
+        total += optimizer.state[parameter]["exp_avg"].to(device)
     error = (total / 64 / exact - 1).mean().item()
     widest = 2.0**-8 if kept_as == "bf16" else 2.0**-3
     assert abs(error) < widest / 500, error

@@ -8,13 +8,35 @@ mod packed;
 pub(crate) mod trial;
 
 use std::ops::Deref;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use forebay::device::{
     Buffer, Counters, Device, Error, Fault, Kernel, Memory, Region, Result, SharedDevice, SlabLayout, Stream,
 };
+use forebay::trace::{self, TraceOptions};
 pub(crate) use forebay_device::testing::kinds::{Kind, OfKind, cases, in_one_of_three, under_sanitizer};
+
+/// A trace while this is held. There is one in a process, so tests that share a process take turns.
+pub(crate) struct Traced {
+    recorder: Arc<trace::Recorder>,
+    _turn: MutexGuard<'static, ()>,
+}
+
+impl Deref for Traced {
+    type Target = trace::Recorder;
+
+    fn deref(&self) -> &trace::Recorder {
+        &self.recorder
+    }
+}
+
+/// Begins a trace, after those of others.
+pub(crate) fn traced(options: TraceOptions) -> Traced {
+    static TURN: Mutex<()> = Mutex::new(());
+    let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    Traced { recorder: trace::start(options).unwrap(), _turn: turn }
+}
 
 /// The device under test, with a stream for the test's own copies.
 pub(crate) struct Subject {

@@ -1,11 +1,11 @@
 //! Faults: whatever fails in whatever call, the error is typed, every slot is back, nothing hangs and nothing leaks.
 
 use crate::common::trial::{Rig, Scenario, Tensor};
-use crate::common::{Subject, device_error};
+use crate::common::{Subject, device_error, traced};
 use forebay::device::fault::{Call, Misbehaviour};
 use forebay::device::{CpuDevice, CpuOptions, Error};
 use forebay::optimizer::{Optimizer, OptimizerOptions, Placement};
-use forebay::trace::{self, TraceOptions};
+use forebay::trace::TraceOptions;
 
 forebay_device::on_devices! {
     every:
@@ -37,18 +37,18 @@ fn injected(error: &Error) -> bool {
 
 /// Fails the n-th call of a kind in the second of two steps, for every n there is, and shows each time that the step after
 /// it is refused, and that the same pipeline then trains as if nothing had been.
-fn refuse_every(on: &Subject, call: Call, scenario: &Scenario, traced: bool) {
-    refuse_every_times(on, call, 1, scenario, traced);
+fn refuse_every(on: &Subject, call: Call, scenario: &Scenario, is_traced: bool) {
+    refuse_every_times(on, call, 1, scenario, is_traced);
 }
 
 /// The same for so many such calls in a row.
-fn refuse_every_times(on: &Subject, call: Call, times: u64, scenario: &Scenario, traced: bool) {
+fn refuse_every_times(on: &Subject, call: Call, times: u64, scenario: &Scenario, is_traced: bool) {
     let on = on.another();
     let rig = Rig::new(&on, scenario.clone(), 2).warm();
     let chunks = rig.plan().chunks().len() as u64;
     for nth in 0.. {
         // A trace of its own for each attempt: it sets its clock before anything is refused.
-        let recorder = traced.then(|| trace::start(TraceOptions { capacity: 1000 }).unwrap());
+        let recorder = is_traced.then(|| traced(TraceOptions { capacity: 1000 }));
         rig.step(0).unwrap();
         (nth..nth + times).for_each(|nth| on.fault.on(call, nth, Misbehaviour::Fail));
         let outcome = rig.step(1);

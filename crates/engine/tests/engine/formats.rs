@@ -174,7 +174,8 @@ fn both_copies_have_the_same_bits(on: &Subject) {
 
 fn a_refused_call_leaves_the_state_usable(on: &Subject) {
     let on = on.another();
-    let tensors = vec![Tensor::f32(1000).kept_as(StateFormat::Blocks), Tensor::f32(300).kept_as(StateFormat::Bf16)];
+    // Four chunks of codes and one of bf16.
+    let tensors = vec![Tensor::f32(2000).kept_as(StateFormat::Blocks), Tensor::f32(300).kept_as(StateFormat::Bf16)];
     let scenario = Scenario { rounding_seed: Some(2), ..Scenario::new(tensors, 2, 2048) };
     let rig = Rig::new(&on, scenario, 2).warm();
     for call in [Call::Copy, Call::Launch] {

@@ -4,13 +4,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::common::trial::{Rig, Scenario, Tensor, mixed_tensors};
-use crate::common::{Subject, cases, device_error, in_one_of_three, under_sanitizer};
+use crate::common::{Subject, cases, device_error, in_one_of_three, traced, under_sanitizer};
 use forebay::device::fault::{Call, Misbehaviour};
 use forebay::device::update::RULES;
 use forebay::device::{Buffer, Dtype, Error, Kernel, Region};
 use forebay::optimizer::Placement::{self, Host, Hybrid, Stream};
 use forebay::optimizer::{HostShare, Optimizer, OptimizerOptions};
-use forebay::trace::{self, Span, TraceOptions};
+use forebay::trace::{Span, TraceOptions};
 
 forebay_device::on_devices! {
     every:
@@ -269,7 +269,7 @@ fn statistics_and_traces_are_one_user_s(on: &Subject) {
         (0..3).map(|i| Rig::new(on, Scenario { missing, ..Scenario::new(tensors(i), 3, 2048) }, 4)).collect();
     let [a, b, c] = &rigs[..] else { panic!("three") };
     for step in 0..4 {
-        let recorder = trace::start(TraceOptions::default()).unwrap();
+        let recorder = traced(TraceOptions::default());
         a.step(step).unwrap();
         b.step(step).unwrap();
         let of_a = a.stats().streamed;

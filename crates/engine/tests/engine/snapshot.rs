@@ -8,13 +8,13 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::common::trial::{Rig, Scenario, Tensor};
-use crate::common::{Subject, cases};
+use crate::common::{Subject, cases, traced};
 use forebay::checkpoint::{FileEntry, WriteOptions, write_files};
 use forebay::device::fault::{Call, Misbehaviour};
 use forebay::device::{Buffer, Dtype, Region, StateFormat};
 use forebay::optimizer::Optimizer;
 use forebay::snapshot::{PAGE_BYTES, Snapshot};
-use forebay::trace::{self, Kind, Reason, TraceOptions};
+use forebay::trace::{Kind, Reason, TraceOptions};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
@@ -376,7 +376,7 @@ fn without_a_budget_the_step_waits_for_the_saver(on: &Subject) {
     let snapshot = snapshot(&rig, 256, 255);
     let (go, paused, saver) = led_saver(&snapshot, &rig);
     paused.recv().unwrap();
-    let recorder = trace::start(TraceOptions::default()).unwrap();
+    let recorder = traced(TraceOptions::default());
     std::thread::scope(|scope| {
         let (end, ended) = channel::<()>();
         let stepping = scope.spawn(|| {

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use crate::common::trial::{Outcome, Rig, Scenario, Tensor, group_tensors, mixed_tensors};
-use crate::common::{Subject, device_error, in_one_of_three, under_sanitizer};
+use crate::common::{Subject, device_error, in_one_of_three, traced, under_sanitizer};
 use forebay::Error;
 use forebay::device::fault::{Call, Misbehaviour};
 use forebay::device::update::RULES;
@@ -11,7 +11,7 @@ use forebay::device::{self, Dtype, Region};
 use forebay::flow::Pipeline;
 use forebay::memory::Allocator;
 use forebay::optimizer::{Binding, Placement};
-use forebay::trace::{self, TraceOptions};
+use forebay::trace::TraceOptions;
 
 forebay_device::on_devices! {
     every:
@@ -209,7 +209,7 @@ fn a_shard_with_no_elements_at_all_steps(on: &Subject) {
 
 fn steps_allocate_nothing(on: &Subject) {
     let rig = Rig::new(on, Scenario::new(mixed_tensors(), 3, 4096), 8);
-    let recorder = trace::start(TraceOptions { capacity: 10_000 }).unwrap();
+    let recorder = traced(TraceOptions { capacity: 10_000 });
     rig.step(0).unwrap();
     let before = on.taken();
     for step in 1..8 {

@@ -3,11 +3,10 @@
 //! A process has one trace at a time: the tests of this module take turns where they share a process.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::common::overlapped::{Way, committed};
 use crate::common::trial::{Rig, Scenario, Tensor, group_tensors, mixed_tensors};
-use crate::common::{Subject, in_one_of_three};
+use crate::common::{Subject, Traced, in_one_of_three, traced};
 use forebay::activations::{Compute, Key, Location, Offload, OffloadOptions};
 use forebay::device::fault::{Call, Misbehaviour};
 use forebay::device::{Buffer, Kernel};
@@ -30,21 +29,15 @@ forebay_device::on_devices! {
         rows_of_a_file_never_cross;
 }
 
-/// A trace while this is held.
-struct Tracing {
-    recorder: std::sync::Arc<trace::Recorder>,
-    _turn: MutexGuard<'static, ()>,
-}
+struct Tracing(Traced);
 
 fn tracing() -> Tracing {
-    static TURN: Mutex<()> = Mutex::new(());
-    let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-    Tracing { recorder: trace::start(TraceOptions::default()).unwrap(), _turn: turn }
+    Tracing(traced(TraceOptions::default()))
 }
 
 impl Tracing {
     fn end(self) -> Recording {
-        let recording = self.recorder.stop();
+        let recording = self.0.stop();
         assert_eq!(recording.dropped, 0);
         assert!(!recording.is_partial && !trace::is_on());
         for span in recording.spans() {
