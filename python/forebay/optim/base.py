@@ -94,8 +94,8 @@ class Optimizer(torch.optim.Optimizer):
         than 256 elements on this rank keeps f32 instead of ``"8bit"``; ``stats()`` names these.
     stochastic_rounding
         Round state in fewer bits at random, in proportion to what is cut off, so that the error is zero on average. The
-        random numbers depend on ``rounding_seed``, the parameter's place in the groups, its count of updates, the column
-        and the element: the bits are the same in every placement, and after a restart.
+        random numbers depend on ``rounding_seed``, the parameter's place in the groups, its count of updates, the
+        column and the element: the bits are the same in every placement, and after a restart.
     rounding_seed
         The seed, from 0 to 2**63 - 1.
     max_grad_norm

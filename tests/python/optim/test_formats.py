@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import forebay
+from forebay import _core
 from support.formats import BF16, BLOCKS, SIGNED, UNSIGNED, Twin, kept, rounded
 from support.optim import clone, give_gradients, groups_of, make, snapshot, train
 from support.overlap import Run, both, net
@@ -317,6 +318,7 @@ def test_the_largest_square_follows_the_square(kept_as: Any, expected: list[str]
 
 
 def test_statistics_name_small_parameters_and_count_bytes(device: torch.device) -> None:
+    assert _core.STATE_BLOCK == 256
     sizes = (255, 256, 3, 1 << 20, 0)
     parameters = make([(size,) for size in sizes], device=device, dtype=BF16)
     named = [(f"layer.{size}", parameter) for size, parameter in zip(sizes, parameters, strict=True)]
@@ -371,6 +373,22 @@ def test_state_that_appears_late(device: torch.device, placement: str, kept_as: 
     optimizer.step()
     # The first update takes the gradient as it is.
     assert torch.equal(optimizer.state[parameters[4]]["momentum_buffer"].cpu(), torch.ones(parameters[4].shape))
+
+
+def test_without_momentum_for_a_while_the_buffer_stays(device: torch.device) -> None:
+    value = random((1 << 20,), 3).to(device)
+    for seed in range(12):
+        parameter = torch.nn.Parameter(torch.zeros_like(value))
+        given = {"state_dtype": BLOCKS, "stochastic_rounding": True, "rounding_seed": seed}
+        optimizer = forebay.SGD([parameter], lr=1e-2, momentum=0.9, **given)
+        optimizer.prepare()
+        optimizer.state[parameter]["momentum_buffer"] = value
+        before = optimizer.state[parameter]["momentum_buffer"]
+        optimizer.param_groups[0]["momentum"] = 0.0
+        parameter.grad = value
+        # A decoded share may be a bit beside its code: of these, random numbers would move some.
+        optimizer.step()
+        assert_same(optimizer.state[parameter]["momentum_buffer"], before)
 
 
 @pytest.mark.parametrize("saves", [BF16, BLOCKS, F32, {"exp_avg": BLOCKS}], ids=str)

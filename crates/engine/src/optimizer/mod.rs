@@ -473,8 +473,8 @@ impl Optimizer {
             let mut steps = table.steps()?;
             for (tensor, spec) in table.plan().tensors().iter().enumerate() {
                 if let Some(binding) = &mut input.tensors[tensor] {
-                    binding.scalars = sets.advance(powers, binding.group, &mut steps[tensor], spec.elements)?;
-                    binding.step = steps[tensor] as u64;
+                    (binding.scalars, binding.update) =
+                        sets.advance(powers, binding.group, &mut steps[tensor], spec.elements)?;
                 }
             }
             counters.push(steps);

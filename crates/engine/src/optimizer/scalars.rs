@@ -49,14 +49,15 @@ impl<'a> ScalarSets<'a> {
         Ok(Self { rule, groups, last: None, index: HashMap::new(), scalars: Vec::new() })
     }
 
-    /// The set of a parameter of this many elements at its next update; advances its counter if the rule counts it.
+    /// The set of a parameter of this many elements at its next update, and the number of that update; advances its
+    /// counter if the rule counts it. An update that does not count has the number 0.
     pub(super) fn advance(
         &mut self,
         powers: &Mutex<Powers>,
         group: u32,
         steps: &mut f32,
         elements: u64,
-    ) -> Result<u32> {
+    ) -> Result<(u32, u64)> {
         let Some(hypers) = self.groups.get(group as usize) else {
             return Err(Error::InvalidOption {
                 option: "group",
@@ -64,14 +65,16 @@ impl<'a> ScalarSets<'a> {
                 remedy: format!("there are {}", self.groups.len()),
             });
         };
-        if (self.rule.counts)(hypers) {
+        let counts = (self.rule.counts)(hypers);
+        if counts {
             *steps += 1.0;
         }
+        let update = if counts { *steps as u64 } else { 0 };
         let key = SetKey { group, step: *steps as u64, kind: (self.rule.kind)(hypers, elements) };
         if let Some((last, index)) = self.last
             && last == key
         {
-            return Ok(index);
+            return Ok((index, update));
         }
         let index = match self.index.get(&key) {
             Some(&index) => index,
@@ -82,7 +85,7 @@ impl<'a> ScalarSets<'a> {
         };
         self.index.insert(key, index);
         self.last = Some((key, index));
-        Ok(index)
+        Ok((index, update))
     }
 }
 

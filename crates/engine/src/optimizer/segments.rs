@@ -24,8 +24,8 @@ pub struct Binding {
     pub group: u32,
     /// Which set of scalars applies; the step finds it.
     pub(super) scalars: u32,
-    /// The parameter's count of updates in it, this one included; the step finds it.
-    pub(super) step: u64,
+    /// Which update of the parameter it is, counted from 1; 0 if it does not count. The step finds it.
+    pub(super) update: u64,
     /// Whether the gradient was offered before the step had a scale or a skip flag: neither applies to it.
     pub(super) early: bool,
 }
@@ -33,7 +33,7 @@ pub struct Binding {
 impl Binding {
     /// A parameter of a group with its gradient.
     pub fn new((weight, weight_dtype): (Region, Dtype), (grad, grad_dtype): (Region, Dtype), group: u32) -> Self {
-        Self { weight, weight_dtype, grad, grad_dtype, group, scalars: 0, step: 0, early: false }
+        Self { weight, weight_dtype, grad, grad_dtype, group, scalars: 0, update: 0, early: false }
     }
 }
 
@@ -221,7 +221,7 @@ impl<'a> TableStep<'a> {
             master,
             first,
             scalars: binding.scalars,
-            keys: self.table.keys(tensor, binding.step),
+            keys: self.table.keys(tensor, binding.update),
         }))
     }
 

@@ -94,13 +94,14 @@ impl StateTable {
         Self { rounding_seed, ..self }
     }
 
-    /// The keys of the random numbers for a tensor's columns at one step, where they are rounded at random.
-    pub(super) fn keys(&self, tensor: usize, step: u64) -> Option<[u32; MAX_COLUMNS]> {
-        let seed = self.rounding_seed?;
+    /// The keys of the random numbers for a tensor's columns at one of its updates, where they are rounded at random. An
+    /// update that does not count changes no column, so that rounding to nearest gives it back.
+    pub(super) fn keys(&self, tensor: usize, update: u64) -> Option<[u32; MAX_COLUMNS]> {
+        let seed = self.rounding_seed.filter(|_| update > 0)?;
         let reduced =
             |operand: &Operand| matches!(operand, Operand::Column(_, StateFormat::Bf16 | StateFormat::Blocks));
         let number = self.plan.tensors()[tensor].number;
-        let keys = || std::array::from_fn(|column| random_key(seed, step, column as u32, number));
+        let keys = || std::array::from_fn(|column| random_key(seed, update, column as u32, number));
         self.operands(tensor).iter().any(reduced).then(keys)
     }
 

@@ -76,6 +76,7 @@ pub(super) struct OpenStep {
 pub(super) struct Expected {
     pub(super) group: u32,
     pub(super) set: u32,
+    pub(super) update: u64,
     pub(super) steps: f32,
 }
 
@@ -99,8 +100,8 @@ impl OpenStep {
 
     fn advance(&mut self, table: usize, place: usize, group: u32) -> Result<Expected> {
         let (mut steps, spec) = (self.tables[table].steps()?[place], &self.tables[table].plan().tensors()[place]);
-        let set = self.sets.advance(&self.powers, group, &mut steps, spec.elements)?;
-        Ok(Expected { group, set, steps })
+        let (set, update) = self.sets.advance(&self.powers, group, &mut steps, spec.elements)?;
+        Ok(Expected { group, set, update, steps })
     }
 
     /// Sets that the thread does not know.

@@ -142,8 +142,8 @@ impl Optimizer {
                 let likely = known.map_or(0..groups.len() as u32, |group| group..group + 1);
                 for group in likely {
                     let mut steps = counters[place];
-                    let set = step.sets.advance(&step.powers, group, &mut steps, spec.elements)?;
-                    step.expected[tensor] = Some(Expected { group, set, steps });
+                    let (set, update) = step.sets.advance(&step.powers, group, &mut steps, spec.elements)?;
+                    step.expected[tensor] = Some(Expected { group, set, update, steps });
                 }
             }
         }
@@ -207,7 +207,7 @@ impl Optimizer {
         }
         let numbers = step.numbers(&layout, tensor, binding.group)?;
         // What is done again has the scale of the commit.
-        (binding.scalars, binding.step, binding.early) = (numbers.set, numbers.steps as u64, !step.guesses);
+        (binding.scalars, binding.update, binding.early) = (numbers.set, numbers.update, !step.guesses);
         (step.offered[tensor], step.grad_bytes[tensor]) = (Some(numbers), binding.grad.bytes());
         groups[tensor] = Some(numbers.group);
         let (scalars, mark) = (step.unsent(), after.map(|_| ready[tensor].clone()));
@@ -267,7 +267,7 @@ impl Optimizer {
                     (None, Some(offered)) => steps[place] = offered.steps,
                     (Some(binding), None) => {
                         let numbers = of_step.numbers(&layout, tensor, binding.group)?;
-                        (binding.scalars, binding.step) = (numbers.set, numbers.steps as u64);
+                        (binding.scalars, binding.update) = (numbers.set, numbers.update);
                         steps[place] = numbers.steps;
                         groups[tensor] = Some(numbers.group);
                         tensors.push(tensor);
