@@ -51,8 +51,8 @@ def inspect(path: StrPath) -> dict[str, Any]:
     """Return what is in a checkpoint, without reading its tensors.
 
     The dict has ``path``, ``step`` (the optimizer's), ``tensor_bytes``, ``file_bytes``, ``files``, ``tensors`` (a list
-    of dicts with ``name``, ``dtype``, ``shape``, ``shards``, ``bytes`` in the files, and ``format`` if it is kept in fewer
-    bits), ``groups`` (of the optimizer), ``objects`` (other values, as JSON) and ``made_by``.
+    of dicts with ``name``, ``dtype``, ``shape``, ``shards``, ``bytes`` in the files, and ``format`` if it is kept in
+    fewer bits), ``groups`` (of the optimizer), ``objects`` (other values, as JSON) and ``made_by``.
 
     Parameters
     ----------
