@@ -25,6 +25,8 @@ NEXTEST := $(or $(shell command -v cargo-nextest),.tools/bin/cargo-nextest)
 
 # PyO3's build script would ask the first python3 on the path, which may be too old.
 export PYO3_PYTHON := $(CURDIR)/$(PY)
+# Torch is thousands of files, and tests start hundreds of processes: each would compile what it imports once more.
+unexport PYTHONDONTWRITEBYTECODE
 # uv brings its own certificates unless told to use the machine's.
 export UV_SYSTEM_CERTS ?= 1
 

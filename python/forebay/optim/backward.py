@@ -232,10 +232,10 @@ def refuse_late_reduction(parameters: list[torch.Tensor]) -> None:
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return
-    mine = set(map(id, parameters))
+    mine, kinds = set(map(id, parameters)), late()
     for module in gc.get_objects():
         # By type: some objects run code of their own when they are asked for their class.
-        if not issubclass(type(module), late()):
+        if not issubclass(type(module), kinds):
             continue
         if any(id(parameter) in mine for parameter in module.parameters()):
             raise OptionError(
