@@ -61,6 +61,7 @@ test: lint test-rust loom test-python ## everything: lints, Rust tests, loom, Py
 
 .PHONY: test-long
 test-long: export FOREBAY_LONG := 1
+test-long: export CARGO_PROFILE_DEV_OPT_LEVEL := 1
 test-long: RUST_PROFILE := --profile long
 test-long: PYTEST_OPTIONS := --timeout 1200
 test-long: PREEMPTIONS :=

@@ -9,6 +9,7 @@ use forebay::memory::Allocator;
 use forebay::sleep::layout::{EXTENT_ALIGN_BYTES, EXTENT_MAX_BYTES};
 use forebay::sleep::{COPY_BYTES, Direction, Extent, Layout, Move, PACK_BELOW_BYTES, SLOTS, Sleeper, Want, moves};
 use forebay::{Error, Result};
+use forebay_device::testing::noise;
 use proptest::prelude::*;
 
 forebay_device::on_devices! {
@@ -42,19 +43,6 @@ struct Rig<'a> {
     staging: Option<Buffer>,
 }
 
-fn bytes(seed: u64, len: u64) -> Vec<u8> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut found = Vec::with_capacity(len as usize + 8);
-    while found.len() < len as usize {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        found.extend(state.to_ne_bytes());
-    }
-    found.truncate(len as usize);
-    found
-}
-
 impl<'a> Rig<'a> {
     /// `slot_bytes` of staging for each slot; none where 0.
     fn new(on: &'a Subject, sizes: &[u64], slot_bytes: u64) -> Self {
@@ -72,7 +60,7 @@ impl<'a> Rig<'a> {
     }
 
     fn contents(&self, id: u64, round: u64) -> Vec<u8> {
-        bytes(1000 * round + id, self.sizes[id as usize])
+        noise(1000 * round + id, self.sizes[id as usize] as usize)
     }
 
     fn memory(&self, ids: &[u64], round: u64) -> Vec<(u64, Buffer)> {
