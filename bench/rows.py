@@ -199,9 +199,9 @@ class Row:
 def forebay_row(label: str, each_way_bytes: float | None = 8, **settings: Any) -> Row:
     """Return a row of forebay; settings that are not the row's own are the optimizer's."""
     own = {key: settings.pop(key) for key in ("workload", "dtype") if key in settings}
-    return Row(
-        label, lambda params: Forebay(params, **settings), each_way_bytes=each_way_bytes, options=dict(settings), **own
-    )
+    # As they are shown: JSON has no types of torch.
+    shown = {key: str(value) if isinstance(value, torch.dtype) else value for key, value in settings.items()}
+    return Row(label, lambda params: Forebay(params, **settings), each_way_bytes=each_way_bytes, options=shown, **own)
 
 
 ROWS = {
