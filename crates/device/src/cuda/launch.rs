@@ -168,6 +168,11 @@ fn address(region: Option<&Region>) -> u64 {
     region.map_or(0, |region| region.addr() as u64)
 }
 
+/// Addresses of the numbers or codes of each column (0), or of its scales (1).
+fn of_state(segment: &Segment, part: usize) -> [u64; MAX_COLUMNS] {
+    segment.state.each_ref().map(|column| address(column.as_ref().and_then(|kept| kept.regions().nth(part))))
+}
+
 impl From<&Scalars> for RawScalars {
     fn from(s: &Scalars) -> Self {
         Self { values: s.values, flags: s.flags, unused: 0 }
@@ -211,10 +216,7 @@ impl Launch for RawUpdate {
         self.segment[self.segments as usize] = RawSegment {
             weight: segment.weight.addr() as u64,
             grad: segment.grad.addr() as u64,
-            state: segment
-                .state
-                .each_ref()
-                .map(|column| address(column.as_ref().and_then(|kept| kept.regions().next()))),
+            state: of_state(segment, 0),
             master: match &segment.master {
                 Some(Master::F32(master)) => master.addr() as u64,
                 _ => 0,
@@ -259,10 +261,7 @@ impl Launch for RawCompactUpdate {
         self.segment[self.segments as usize] = RawCompactSegment {
             weight: segment.weight.addr() as u64,
             grad: segment.grad.addr() as u64,
-            state: segment
-                .state
-                .each_ref()
-                .map(|column| address(column.as_ref().and_then(|kept| kept.regions().next()))),
+            state: of_state(segment, 0),
             low,
             carry,
             elements: segment.elements() as u32,
@@ -316,11 +315,6 @@ impl Launch for RawPackedUpdate {
     }
 
     fn push(&mut self, segment: &Segment, first_block: u32, scalars: u32) {
-        // The numbers or codes of each column, and its scales.
-        let of_state = |place: usize| {
-            let region = |column: &Option<Moment>| address(column.as_ref().and_then(|kept| kept.regions().nth(place)));
-            segment.state.each_ref().map(region)
-        };
         let (master, carry) = match &segment.master {
             None => (0, 0),
             Some(Master::F32(master)) => (master.addr() as u64, 0),
@@ -329,8 +323,8 @@ impl Launch for RawPackedUpdate {
         self.segment[self.segments as usize] = RawPackedSegment {
             weight: segment.weight.addr() as u64,
             grad: segment.grad.addr() as u64,
-            state: of_state(0),
-            scale: of_state(1),
+            state: of_state(segment, 0),
+            scale: of_state(segment, 1),
             master,
             carry,
             elements: segment.elements() as u32,

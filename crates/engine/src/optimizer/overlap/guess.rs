@@ -121,11 +121,11 @@ impl Worker {
         let (memory, is_first) = (memory.clone(), ran.is_empty());
         let reached = |mark: &Arc<Mark>| mark.query();
         let may_ask = step.schedule.is_committed() && step.commit.as_ref().map_or(Ok(true), reached)?;
-        // What is left is updated after the decision, for which others wait. One unit at least: so it does not depend on
-        // time whether a step has guessed.
         if !may_ask && step.has_fetches_enough()? {
             return Ok(false);
         }
+        // What is left is updated after the decision, for which others wait. One unit at least: so it does not depend on
+        // time whether a step has guessed.
         let next = if may_ask && !is_first { None } else { step.schedule.next_offered() };
         let Some(unit) = next else {
             return if may_ask { self.ask(step).map(|()| true) } else { Ok(false) };
